@@ -1,0 +1,35 @@
+"""What a drafter hands to the engine: a value, never a side effect. B = rows asked for, W = max_draft_len, V = vocabulary."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens for B rows.
+
+    `lengths` are the REAL lengths: no padding is ever counted. Row b's entries at and beyond lengths[b] are undefined.
+    Nodes of a tree are numbered in topological order, so any prefix of a draft is a draft.
+    """
+
+    tokens: torch.Tensor  # int32 [B, W]
+    lengths: torch.Tensor  # int32 [B], 0..W
+    parents: torch.Tensor | None  # int32 [B, W], parents[b, i] < i, -1 = the root; None = chain
+    probs: torch.Tensor | None  # float32 [B, W, V], what tokens were drawn from; None = deterministic draft
+    roots: torch.Tensor | None  # int32 [B], a token of the target's own that drafting produced (UNO)
+    sources: torch.Tensor  # int8 [B], index into the speculator's source names
+    num_forwards: int  # draft model forwards this took
+
+
+def empty_draft(num_rows: int, max_draft_len: int, device: torch.device) -> Draft:
+    """A draft of length zero for every row: plain decoding."""
+    return Draft(
+        tokens=torch.zeros(num_rows, max_draft_len, dtype=torch.int32, device=device),
+        lengths=torch.zeros(num_rows, dtype=torch.int32, device=device),
+        parents=None,
+        probs=None,
+        roots=None,
+        sources=torch.zeros(num_rows, dtype=torch.int8, device=device),
+        num_forwards=0,
+    )

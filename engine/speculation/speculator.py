@@ -1,0 +1,79 @@
+"""The speculator seam: propose tokens, and hear only of what was committed.
+
+A speculator owns no counter, clock, block or socket, and never sees a rejected token. Whoever forgets an optional method
+loses speed, not correctness; nobody can forget to count, because counting is not here.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.speculation.draft import Draft, empty_draft
+from protocol.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a speculator is, as data: the engine asks here and never by name or type."""
+
+    max_draft_len: int  # W
+    sources: tuple[str, ...]  # names behind Draft.sources
+    tree: bool = False
+    drafts_on_host: bool = False  # needs the committed tokens on the host
+    gives_probs: bool = False
+    taps: tuple[int, ...] = ()  # hidden-state indices of the target it reads
+    unsupported_sampling: frozenset[str] = frozenset()  # SamplingParams fields with which a row runs at k = 0
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """One row that wants a draft. `token_ids` is the row's whole committed history, the root last; read-only."""
+
+    row: int
+    token_ids: Sequence[int]
+    budget: int  # most tokens to propose, >= 1
+    num_prompt_tokens: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class CommittedSpan:
+    """Tokens that just became permanent for a row, at positions start, start + 1, ..."""
+
+    row: int
+    start: int
+    token_ids: Sequence[int]
+    taps: torch.Tensor | None  # [len(token_ids), len(capabilities.taps), hidden], when taps are asked for
+
+
+class Speculator(ABC):
+    """Proposes tokens the target has not seen."""
+
+    capabilities: Capabilities
+
+    def begin(self, row: int, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """A sequence took the row, first or after preemption. `token_ids` is its whole committed history."""
+
+    @abstractmethod
+    def propose(self, rows: Sequence[DraftRow]) -> Draft:
+        """Draft at most `budget` tokens per row (0 is always legal); Draft's B follows `rows`. May be called with no rows."""
+
+    def observe(self, spans: Sequence[CommittedSpan]) -> None:
+        """Hear of committed tokens: prompt chunks and rounds, in order, each exactly once."""
+
+    def end(self, row: int) -> None:
+        """The row's sequence finished, was aborted or preempted: drop its state."""
+
+
+class NoSpeculator(Speculator):
+    """Plain decoding through the same path: every draft has length zero."""
+
+    capabilities = Capabilities(max_draft_len=0, sources=())
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def propose(self, rows: Sequence[DraftRow]) -> Draft:
+        return empty_draft(len(rows), 0, self._device)

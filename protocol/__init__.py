@@ -1,0 +1,1 @@
+"""What engine and frontend say to each other: pure data, importable by any process."""
