@@ -1,0 +1,43 @@
+# The commands of this repository. `make serve` and `make test` need only Python 3.11+, git and make.
+.PHONY: serve test install check cases bench gpu clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make serve     install if needed and serve the default model on http://127.0.0.1:8000"
+	@echo "make test      install if needed and run the tests (under 10 minutes on two cores)"
+	@echo "make install   install only"
+	@echo "make check     format, lint, types, architecture tests (under a minute)"
+	@echo "make cases     the long forms of the failure cases"
+	@echo "make bench     print tokens per second, time to first token and step overhead"
+	@echo "make gpu       losslessness and a small benchmark on a CUDA device, if there is one"
+
+install:
+	@deploy/create_environment.sh runtime
+
+serve: install
+	@.venv/bin/drafthouse serve $(ARGS)
+
+.venv-test:
+	@deploy/create_environment.sh test
+.PHONY: .venv-test
+
+test: .venv-test
+	.venv/bin/python -m pytest -q $(ARGS)
+
+cases: .venv-test
+	DRAFTHOUSE_TEST_LONG=1 .venv/bin/python -m pytest -q tests/cases $(ARGS)
+
+check: .venv-test
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/python -m pytest -q tests/architecture
+
+bench: .venv-test
+	.venv/bin/python -m tests.bench $(ARGS)
+
+gpu: install
+	.venv/bin/python tests/gpu/check.py
+
+clean:
+	rm -rf .venv
