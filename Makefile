@@ -25,7 +25,7 @@ test: .venv-test
 	.venv/bin/python -m pytest -q $(ARGS)
 
 cases: .venv-test
-	DRAFTHOUSE_TEST_LONG=1 .venv/bin/python -m pytest -q tests/cases $(ARGS)
+	CASES_LONG=1 .venv/bin/python -m pytest -q tests/cases $(ARGS)
 
 check: .venv-test
 	.venv/bin/ruff format --check .

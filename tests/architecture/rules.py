@@ -1,0 +1,269 @@
+"""The architecture as data, and the checks that hold the code to it. Each check returns sentences, one per violation."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("protocol", "engine", "frontend", "deploy")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+MAX_P90_FUNCTION_LINES = 30
+
+# A module imports only modules of lower layers. A prefix (ending in ".") covers a package; the longest match wins.
+ENGINE_LAYERS = {
+    "engine.plan": 1,
+    "engine.sequence": 1,
+    "engine.clock": 1,
+    "engine.config": 1,
+    "engine.noise": 1,
+    "engine.sampling": 2,
+    "engine.sampling_rows": 2,
+    "engine.kv.blocks": 2.1,
+    "engine.kv.prefix": 2.0,
+    "engine.kv.pool": 2.0,
+    "engine.model.": 2,
+    "engine.speculation.draft": 2,
+    "engine.speculation.budget": 2,
+    "engine.batch": 3,
+    "engine.runner": 4,
+    "engine.logprobs": 4,
+    "engine.accept": 4.1,
+    "engine.speculation.speculator": 5,
+    "engine.speculation.": 6,
+    "engine.speculation.registry": 6.1,
+    "engine.executor": 7,
+    "engine.model_executor": 8,
+    "engine.simulate": 8,
+    "engine.ledger": 9,
+    "engine.scheduler": 9,
+    "engine.wire": 9,
+    "engine.core": 10,
+    "engine.__main__": 11,
+}
+FRONTEND_LAYERS = {
+    "frontend.openai": 1,
+    "frontend.config": 1,
+    "frontend.engine_client": 2,
+    "frontend.deltas": 2,
+    "frontend.sse": 2,
+    "frontend.text": 2,
+    "frontend.metrics": 3,
+    "frontend.admission": 3,
+    "frontend.completions": 4,
+    "frontend.health": 4,
+    "frontend.app": 5,
+    "frontend.__main__": 6,
+}
+
+# (importing modules, forbidden imports, why). A trailing dot in the first column means "and everything below".
+BANS: list[tuple[str, tuple[str, ...], str]] = [
+    (
+        "protocol.",
+        ("torch", "zmq", "aiohttp", "prometheus_client", "opentelemetry", "engine", "frontend", "deploy"),
+        "any process must be able to speak the protocol",
+    ),
+    ("engine.", ("frontend", "deploy"), "engine and frontend meet in protocol only"),
+    ("frontend.", ("engine", "deploy", "torch"), "a frontend has no GPU and no model, and starts in a moment"),
+    (
+        "engine.",
+        ("aiohttp", "prometheus_client", "opentelemetry"),
+        "the engine publishes counters, it serves no telemetry",
+    ),
+    (
+        "engine.speculation.",
+        (
+            "engine.ledger",
+            "engine.core",
+            "engine.scheduler",
+            "engine.wire",
+            "engine.clock",
+            "protocol.messages",
+            "protocol.counters",
+        ),
+        "a drafter cannot count, time or publish",
+    ),
+    (
+        "engine.model.",
+        ("engine.speculation", "engine.scheduler", "engine.ledger", "engine.core", "engine.wire", "protocol.messages"),
+        "model code knows nothing of scheduling, speculation or telemetry",
+    ),
+]
+# (module that may, import only it may have, why)
+ONLY: list[tuple[tuple[str, ...], str, str]] = [
+    (("engine.wire", "frontend.engine_client"), "zmq", "sockets live in one place on each side"),
+    (("frontend.metrics",), "prometheus_client", "one place turns counters into families"),
+    (("frontend.tracing",), "opentelemetry", "one place turns rounds into spans"),
+]
+# Modules a simulated engine and every frontend load: none may reach torch, directly or through others.
+TORCH_FREE_ROOTS = (
+    "engine.simulate",
+    "engine.core",
+    "engine.scheduler",
+    "engine.ledger",
+    "engine.wire",
+    "frontend.app",
+)
+
+
+class Source:
+    """One parsed module of the product."""
+
+    def __init__(self, module: str, text: str) -> None:
+        self.module = module
+        self.text = text
+        self.tree = ast.parse(text)
+
+    def imports(self) -> Iterator[str]:
+        """Fully qualified names of imported modules (`from a.b import c` gives `a.b.c`), at any depth of the file."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+    def top_level_imports(self) -> Iterator[str]:
+        """Imports executed when the module is loaded (not those inside functions or TYPE_CHECKING)."""
+        yield from Source.__imports_of(self.tree.body)
+
+    @staticmethod
+    def __imports_of(body: list[ast.stmt]) -> Iterator[str]:
+        for node in body:
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                yield node.module
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def product_sources() -> list[Source]:
+    """Every module of the four packages."""
+    sources = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            relative = path.relative_to(ROOT).with_suffix("")
+            parts = relative.parts[:-1] if relative.name == "__init__" else relative.parts
+            sources.append(Source(".".join(parts), path.read_text()))
+    return sources
+
+
+def _under(name: str, prefix: str) -> bool:
+    bare = prefix.rstrip(".")
+    return name == bare or name.startswith(bare + ".")
+
+
+def _layer_of(name: str, layers: dict[str, float]) -> tuple[str, float] | None:
+    """The longest table entry that covers `name`; `a.b.symbol` is covered by `a.b`."""
+    best = None
+    for entry, layer in layers.items():
+        if _under(name, entry) and (best is None or len(entry) > len(best[0])):
+            best = (entry, layer)
+    return best
+
+
+def layer_violations(source: Source, layers: dict[str, float], package: str) -> list[str]:
+    own = _layer_of(source.module, layers)
+    if own is None:
+        return [f"{source.module} has no layer: add it to the table in tests/architecture/rules.py"]
+    found = []
+    for name in source.imports():
+        if not _under(name, package):
+            continue
+        other = _layer_of(name, layers)
+        same_family = other is not None and other[0] == own[0] and own[0].endswith(".")
+        if other is None:
+            found.append(f"{source.module} imports {name}, which has no layer")
+        elif other[1] >= own[1] and not same_family and not (other[0] == own[0]):
+            found.append(f"{source.module} (layer {own[1]:g}) imports {name} (layer {other[1]:g}): only lower layers")
+    return found
+
+
+def ban_violations(source: Source) -> list[str]:
+    return [
+        f"{source.module} imports {name}: {reason}"
+        for who, forbidden, reason in BANS
+        if _under(source.module, who)
+        for name in source.imports()
+        if any(_under(name, target) for target in forbidden)
+    ]
+
+
+def only_violations(source: Source) -> list[str]:
+    return [
+        f"{source.module} imports {name}; only {' and '.join(allowed)} may: {reason}"
+        for allowed, target, reason in ONLY
+        if source.module not in allowed
+        for name in source.imports()
+        if _under(name, target)
+    ]
+
+
+def constructions(source: Source, struct: str) -> int:
+    """How many times `struct(` is called in the module."""
+    return sum(
+        isinstance(node, ast.Call)
+        and (
+            (isinstance(node.func, ast.Name) and node.func.id == struct)
+            or (isinstance(node.func, ast.Attribute) and node.func.attr == struct)
+        )
+        for node in ast.walk(source.tree)
+    )
+
+
+def stdlib_name_violations(source: Source) -> list[str]:
+    """A file that `python engine/x.py` would let shadow the standard library."""
+    own = source.module.rsplit(".", 1)[-1]
+    clash = own in sys.stdlib_module_names and own != "__main__"
+    return [f"{source.module} is named like the standard library's {own}"] if clash else []
+
+
+def forbidden_call_violations(source: Source) -> list[str]:
+    """No pickle, no eval, no exec, no recv_pyobj: bytes from outside never become code."""
+    found = [
+        f"{source.module} imports {name}"
+        for name in source.imports()
+        if name.split(".")[0] in {"pickle", "marshal", "shelve", "dill"}
+    ]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call):
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            if name in {"exec", "recv_pyobj", "send_pyobj"} or (name == "eval" and isinstance(node.func, ast.Name)):
+                found.append(f"{source.module}:{node.lineno} calls {name}")
+    return found
+
+
+def function_lengths(source: Source) -> list[tuple[int, str]]:
+    return [
+        ((node.end_lineno or node.lineno) - node.lineno + 1, f"{source.module}.{node.name}")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def size_violations(source: Source) -> list[str]:
+    lines = source.text.count("\n")
+    found = [f"{source.module} has {lines} lines; the ceiling is {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
+    return found + [
+        f"{name} has {length} lines; the ceiling is {MAX_FUNCTION_LINES}"
+        for length, name in function_lengths(source)
+        if length > MAX_FUNCTION_LINES
+    ]
+
+
+def torch_reachers(sources: list[Source], root: str) -> list[str]:
+    """The chain of load-time imports by which `root` reaches torch; empty when it does not."""
+    known = {source.module: source for source in sources}
+    stack: list[tuple[str, list[str]]] = [(root, [root])]
+    seen: set[str] = set()
+    while stack:
+        module, chain = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        for name in known[module].top_level_imports():
+            if _under(name, "torch"):
+                return [*chain, name]
+            if name in known:
+                stack.append((name, [*chain, name]))
+    return []
