@@ -171,10 +171,9 @@ def layer_violations(source: Source, layers: dict[str, float], package: str) -> 
         if not _under(name, package):
             continue
         other = _layer_of(name, layers)
-        same_family = other is not None and other[0] == own[0] and own[0].endswith(".")
         if other is None:
             found.append(f"{source.module} imports {name}, which has no layer")
-        elif other[1] >= own[1] and not same_family and not (other[0] == own[0]):
+        elif other[1] >= own[1] and other[0] != own[0]:
             found.append(f"{source.module} (layer {own[1]:g}) imports {name} (layer {other[1]:g}): only lower layers")
     return found
 
