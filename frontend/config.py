@@ -1,0 +1,77 @@
+"""What a frontend process can be told.
+
+Owns the option names, defaults and limits of the frontend; parsed once from file, environment and flags by
+`protocol.options`, then frozen. Never reads the environment itself; never written back to. Used by `frontend.__main__` and,
+in slices, by everything else in this package.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of one frontend process. Sizes in bytes, characters or tokens as named; times in seconds."""
+
+    model: Annotated[str, Meta(description="model whose tokenizer and chat template are used (see the engine)")] = (
+        "embedded"
+    )
+    served_model_name: Annotated[
+        str | None, Meta(description="name clients use; default: the model's own name; must equal the engine's")
+    ] = None
+    engine: Annotated[str, Meta(description="address of the engine")] = DEFAULT_ENGINE_ADDRESS
+    host: Annotated[str, Meta(description="interface to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="TCP port; 0 takes a free one")] = 8000
+    reuse_port: Annotated[bool, Meta(description="share the port with other frontends (SO_REUSEPORT)")] = False
+    sse_ping_interval_s: Annotated[
+        float, Meta(gt=0, le=3600, description="seconds between keep-alive comments while a stream has nothing to say")
+    ] = 10.0
+    max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 30, description="largest request body in bytes")] = (
+        16 * 1024 * 1024
+    )
+    max_prompt_chars: Annotated[
+        int | None, Meta(ge=1, description="longest prompt text in characters; default: 16 per token of the context")
+    ] = None
+    max_prompts: Annotated[int, Meta(ge=1, le=65536, description="most prompts in one completions request")] = 256
+    max_inflight_requests: Annotated[
+        int | None,
+        Meta(ge=1, description="most sequences in flight in this frontend; default: what the engine runs and queues"),
+    ] = None
+    max_inflight_prompt_tokens: Annotated[
+        int | None,
+        Meta(
+            ge=1, description="most prompt tokens in flight in this frontend; default: what the engine holds and queues"
+        ),
+    ] = None
+    drain_timeout_s: Annotated[
+        float, Meta(ge=0, le=3600, description="seconds that running requests get to finish after SIGTERM")
+    ] = 15.0
+    keep_alive_s: Annotated[float, Meta(ge=1, le=3600, description="seconds an idle client connection is kept")] = 120.0
+    access_log: Annotated[bool, Meta(description="log one line per HTTP request")] = False
+    log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
+
+    def __post_init__(self) -> None:
+        check_address(self.engine)
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
+        if not self.host:
+            raise ValueError("host must not be empty")
+        if self.served_model_name is not None:
+            check_served_model_name(self.served_model_name)
+
+
+def check_served_model_name(name: str) -> str:
+    """Return `name`, or raise ValueError: bench clients split metric lines at blanks and would read 0 for every counter."""
+    if not name or any(
+        character.isspace() or character in "\"'\\{}" or not character.isprintable() for character in name
+    ):
+        raise ValueError(
+            f"served model name {name!r} must not be empty or hold blanks, quotes, braces, backslashes or control "
+            "characters: it is a metric label, and metric readers split lines there"
+        )
+    return name
