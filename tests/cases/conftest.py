@@ -1,0 +1,59 @@
+"""The set-ups of the case book, as real processes started once per session and shared.
+
+REF: speculation off. SPEC: n-gram, K = 5, lookup 1 to 4. SIM: simulated engine, K = 5. All in fp32, where texts are exact.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.cases.client import Client
+from tests.e2e.servers import serve
+
+IS_LONG = os.environ.get("CASES_LONG") == "1"
+MODEL = ("--dtype", "fp32", "--check-laws", "true")
+SPEC = ("--speculator", "ngram", "--num-draft-tokens", "5", "--lookup-min", "1", "--lookup-max", "4")
+SETUPS: dict[str, tuple[str, ...]] = {
+    "ref": (*MODEL, "--speculator", "none"),
+    "spec": (*MODEL, *SPEC),
+    "spec_nocache": (*MODEL, *SPEC, "--prefix-caching", "false"),
+    "tiny_kv": (*MODEL, *SPEC, "--kv-cache-tokens", "640", "--max-model-len", "640"),
+    "short": (*MODEL, *SPEC, "--max-model-len", "128"),
+    "short_ref": (*MODEL, "--speculator", "none", "--max-model-len", "128"),
+    "sim": ("--executor", "sim", "--num-draft-tokens", "5", "--check-laws", "true"),
+    "sim15": ("--executor", "sim", "--num-draft-tokens", "15", "--check-laws", "true"),
+    "sim_slow": ("--executor", "sim", "--num-draft-tokens", "5", "--sim-step-ms", "20", "--check-laws", "true"),
+    "sim_4f": ("--executor", "sim", "--num-draft-tokens", "5", "--frontends", "4", "--check-laws", "true"),
+}
+
+
+@pytest.fixture(scope="session")
+def setup() -> Iterator[Callable[[str], Client]]:
+    """`setup("spec")` gives a client of that set-up's server, starting it on first use."""
+    with ExitStack() as stack:
+        clients: dict[str, Client] = {}
+
+        def get(name: str) -> Client:
+            if name not in clients:
+                server = stack.enter_context(serve(*SETUPS[name]))
+                clients[name] = Client(server.base_url)
+            return clients[name]
+
+        yield get
+
+
+@pytest.fixture
+def ref(setup: Callable[[str], Client]) -> Client:
+    return setup("ref")
+
+
+@pytest.fixture
+def spec(setup: Callable[[str], Client]) -> Client:
+    return setup("spec")
+
+
+@pytest.fixture
+def sim(setup: Callable[[str], Client]) -> Client:
+    return setup("sim")
