@@ -1,0 +1,136 @@
+"""One child of one request, as the engine's policy sees it: its tokens, its place, and the rules that end it.
+
+Owns stop rules and token history; never touches blocks, counters or the wire. Used by engine.scheduler (places, lengths)
+and engine.ledger (appends what was committed).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from protocol.messages import Finish, SimScript, Submit
+from protocol.reasons import FinishReason
+
+SEED_RANGE = 2**63
+
+
+class ChildKey(NamedTuple):
+    """The identity of one child. request_id is unique within its frontend's attachment."""
+
+    frontend_id: str
+    request_id: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A frontend that was cut off, fell silent or was replaced; `reason` is for the log."""
+
+    frontend_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """When one child ends. Token counts are of generated tokens."""
+
+    eos_token_ids: frozenset[int]  # empty under ignore_eos
+    stop_token_ids: frozenset[int]
+    min_tokens: int
+    max_tokens: int  # already lowered to what the model's length leaves
+
+    def finish_of(self, token_id: int, num_before: int) -> Finish | None:
+        """How generating `token_id` after `num_before` tokens ends the child, or None. A stop wins over the length."""
+        if num_before >= self.min_tokens:
+            if token_id in self.eos_token_ids:
+                return STOPPED
+            if token_id in self.stop_token_ids:
+                return Finish(FinishReason.STOP, stop_token_id=token_id)
+        return OUT_OF_LENGTH if num_before + 1 >= self.max_tokens else None
+
+
+STOPPED = Finish(FinishReason.STOP)
+OUT_OF_LENGTH = Finish(FinishReason.LENGTH)
+
+
+class Sequence:
+    """The mutable state of one child. The scheduler moves it; the ledger appends to it; nobody else writes."""
+
+    __slots__ = (
+        "arrival",
+        "block_ids",
+        "deadline_ns",
+        "is_decoding",
+        "is_prompt_done",
+        "key",
+        "may_draft",
+        "num_computed",
+        "num_prompt",
+        "num_seen",
+        "prefix_node",
+        "prefix_num_blocks",
+        "priority",
+        "queued_ns",
+        "queued_tokens",
+        "row",
+        "rules",
+        "sampling",
+        "scheduled_ns",
+        "seed",
+        "sim",
+        "submit",
+        "token_ids",
+    )
+
+    def __init__(self, key: ChildKey, submit: Submit, rules: StopRules, seed: int, arrival: int) -> None:
+        self.key = key
+        self.submit = submit
+        self.rules = rules
+        self.seed = (seed + key.index) % SEED_RANGE
+        self.arrival = arrival  # order of submission; kept over preemptions
+        self.priority = submit.priority
+        self.sampling = submit.sampling
+        self.sim: SimScript | None = submit.sim
+        self.token_ids: list[int] = list(submit.prompt_token_ids)
+        self.num_prompt = len(submit.prompt_token_ids)
+        self.num_computed = 0  # positions whose KV is valid and final
+        self.num_seen = 0  # most positions ever computed: what a recompute repeats lies below
+        self.is_prompt_done = False
+        self.is_decoding = False  # everything but the root is computed: the next span is a round
+        self.may_draft = True
+        self.row: int | None = None
+        self.block_ids: tuple[int, ...] = ()
+        self.prefix_node = 0  # deepest node of the prefix index on this sequence's path
+        self.prefix_num_blocks = 0  # depth of that node
+        self.queued_tokens = 0  # what it adds to Load.waiting_tokens while it waits
+        self.queued_ns = 0
+        self.scheduled_ns: int | None = None  # first time a row was given
+        self.deadline_ns: int | None = None
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sort key: who goes first."""
+        return (self.priority, self.arrival, self.key.index)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens this child may still generate; at least 1 while it lives."""
+        return self.rules.max_tokens - self.num_generated
+
+    def append(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], Finish | None]:
+        """Take tokens as if they came one at a time; returns those kept and the finish, if one of them ends the child.
+
+        The token that ends it is kept; everything behind it is not part of the sequence.
+        """
+        num_before = self.num_generated
+        for count, token_id in enumerate(token_ids, start=1):
+            finish = self.rules.finish_of(token_id, num_before + count - 1)
+            if finish is not None:
+                kept = token_ids[:count]
+                self.token_ids.extend(kept)
+                return kept, finish
+        self.token_ids.extend(token_ids)
+        return token_ids, None
