@@ -18,7 +18,7 @@ class ChildKey(NamedTuple):
 
     frontend_id: str
     request_id: int
-    index: int
+    child: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Sequence:
         self.key = key
         self.submit = submit
         self.rules = rules
-        self.seed = (seed + key.index) % SEED_RANGE
+        self.seed = (seed + key.child) % SEED_RANGE
         self.arrival = arrival  # order of submission; kept over preemptions
         self.priority = submit.priority
         self.sampling = submit.sampling
@@ -109,7 +109,7 @@ class Sequence:
     @property
     def order(self) -> tuple[int, int, int]:
         """Sort key: who goes first."""
-        return (self.priority, self.arrival, self.key.index)
+        return (self.priority, self.arrival, self.key.child)
 
     @property
     def num_generated(self) -> int:
