@@ -1,0 +1,141 @@
+"""What an engine process can be told.
+
+Owns the option names, defaults and limits of the engine; parsed once by `protocol.options`, then frozen. Never reads the
+environment, never written back to. Defaults that depend on model or machine stay None here and are derived by the object
+they belong to. Used by `engine.__main__`, which hands slices to the parts, and by `deploy.supervisor`.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address
+
+NGRAM_OPTIONS = ("lookup_min", "lookup_max")
+SIM_OPTIONS = ("sim_step_ms", "sim_prefill_ms", "sim_acceptance")
+MODEL_OPTIONS = ("dtype", "device")  # say nothing about a simulated engine
+
+
+class SimConfig(msgspec.Struct, frozen=True):
+    """How a simulated engine behaves: times in milliseconds, acceptance as a probability per draft token."""
+
+    step_ms: float
+    prefill_ms: float
+    acceptance: float
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of one engine process. Lengths and sizes in tokens unless named."""
+
+    model: Annotated[
+        str, Meta(description="embedded, a GGUF file, a Hugging Face directory, or org/name on the Hugging Face hub")
+    ] = "embedded"
+    served_model_name: Annotated[
+        str | None, Meta(description="name clients use; default: the model's own name; must equal the frontend's")
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "fp32", "bf16"], Meta(description="arithmetic; auto: bf16 where the device is fast at it")
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: CUDA where there is one")] = "auto"
+    max_model_len: Annotated[
+        int | None, Meta(ge=2, description="longest prompt plus answer; default: what model and KV cache allow")
+    ] = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="most sequences in one step")] = 64
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=1, le=1 << 20, description="most tokens in one step; longer prompts run in chunks")
+    ] = 512
+    kv_cache_tokens: Annotated[
+        int | None, Meta(ge=1, description="size of the KV cache; default: from the memory of the device")
+    ] = None
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in one KV block")] = 16
+    prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
+    speculator: Annotated[Literal["none", "ngram"], Meta(description="where drafts come from")] = "ngram"
+    num_draft_tokens: Annotated[int, Meta(ge=1, le=64, description="most draft tokens in one round")] = 5
+    lookup_min: Annotated[int, Meta(ge=1, le=64, description="ngram: shortest suffix that is looked up")] = 2
+    lookup_max: Annotated[int, Meta(ge=1, le=64, description="ngram: longest suffix that is looked up")] = 4
+    executor: Annotated[Literal["model", "sim"], Meta(description="sim: a simulated engine without weights")] = "model"
+    sim_step_ms: Annotated[float, Meta(ge=0, le=60_000, description="sim: duration of a step")] = 0.0
+    sim_prefill_ms: Annotated[float, Meta(ge=0, le=60_000, description="sim: duration of 1000 prompt tokens")] = 0.0
+    sim_acceptance: Annotated[
+        float, Meta(ge=0, le=1, description="sim: probability that a draft token is accepted")
+    ] = 0.7
+    engine_id: Annotated[
+        str, Meta(pattern=r"\A[A-Za-z0-9._-]{1,64}\Z", description="stable, unique name; label of its metrics")
+    ] = "0"
+    listen: Annotated[str, Meta(description="where frontends connect: tcp://HOST:PORT or ipc://PATH")] = (
+        DEFAULT_ENGINE_ADDRESS
+    )
+    allow_plaintext_tcp: Annotated[
+        bool, Meta(description="listen on an address other machines can reach, without encryption")
+    ] = False
+    max_num_queued_requests: Annotated[int, Meta(ge=0, description="most requests waiting; more are refused")] = 1024
+    max_num_queued_tokens: Annotated[
+        int | None, Meta(ge=0, description="most prompt tokens waiting; default: no limit of its own")
+    ] = None
+    check_laws: Annotated[bool, Meta(description="debug: check the counters' laws after every step")] = False
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
+
+    def __post_init__(self) -> None:
+        check_listen_address(self.listen, allow_plaintext_tcp=self.allow_plaintext_tcp)
+        if self.served_model_name is not None:
+            check_served_model_name(self.served_model_name)
+        if self.lookup_min > self.lookup_max:
+            raise ValueError(f"--lookup-min {self.lookup_min} is greater than --lookup-max {self.lookup_max}")
+        if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.block_size:
+            raise ValueError(
+                f"--kv-cache-tokens {self.kv_cache_tokens} is less than one --block-size {self.block_size}"
+            )
+
+    def check_given(self, given: frozenset[str]) -> None:
+        """Refuse options that would be ignored. `given`: names that somebody set."""
+        if self.executor != "sim":
+            _refuse(given, SIM_OPTIONS, "works only with --executor sim")
+        else:
+            _refuse(given, MODEL_OPTIONS, "says nothing with --executor sim, which runs no model")
+        if self.speculator != "ngram":
+            _refuse(given, NGRAM_OPTIONS, "works only with --speculator ngram")
+        if self.executor == "sim":
+            _refuse(given, NGRAM_OPTIONS, "says nothing with --executor sim, which looks nothing up")
+        if self.speculator == "none":
+            _refuse(given, ("num_draft_tokens", "sim_acceptance"), "says nothing with --speculator none")
+
+    @property
+    def max_draft_len(self) -> int:
+        """W, in tokens."""
+        return 0 if self.speculator == "none" else self.num_draft_tokens
+
+    @property
+    def sim(self) -> SimConfig:
+        return SimConfig(self.sim_step_ms, self.sim_prefill_ms, self.sim_acceptance)
+
+
+def check_served_model_name(name: str) -> str:
+    """Return `name`, or raise ValueError: metric readers split lines at blanks and would read 0 for every counter."""
+    bad = [character for character in name if character.isspace() or not character.isprintable()]
+    bad += [character for character in name if character in "\"'\\{}"]
+    if not name or bad:
+        what = f"contains {bad[0]!r}" if bad else "is empty"
+        raise ValueError(
+            f"--served-model-name {name!r} {what}: the name is a metric label, and bench clients, which split metric "
+            "lines at blanks and quotes, would read 0 for every counter"
+        )
+    return name
+
+
+def check_listen_address(address: str, *, allow_plaintext_tcp: bool) -> None:
+    """Raise ValueError for what is no address, and for one that others could read and write unencrypted."""
+    check_address(address)
+    host = address.partition("://")[2].rpartition(":")[0].strip("[]")
+    is_private = address.startswith("ipc://") or host == "localhost" or host == "::1" or host.startswith("127.")
+    if not is_private and not allow_plaintext_tcp:
+        raise ValueError(
+            f"--listen {address} can be reached from other machines, and the wire is neither encrypted nor authenticated "
+            "(CURVE is not supported yet): use ipc:// or tcp://127.0.0.1, or say --allow-plaintext-tcp true"
+        )
+
+
+def _refuse(given: frozenset[str], names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if name in given:
+            raise ValueError(f"--{name.replace('_', '-')} {why}")
