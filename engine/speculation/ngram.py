@@ -1,0 +1,103 @@
+"""Prompt lookup: propose what followed the longest suffix of the history when it occurred before.
+
+Owns one table of n-grams per row and drops it when the row ends; nothing is shared between sequences. Built by the
+registry. Source: vLLM's n-gram proposer (its rule, not its code): the LONGEST suffix of lookup_min..lookup_max tokens
+that occurred earlier, at its EARLIEST occurrence; the occurrence may overlap the suffix. vLLM rescans the context each
+step; here the tables make a step O(lookup_max) whatever the context.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.speculation.draft import Draft
+from engine.speculation.speculator import Capabilities, DraftRow, Speculator
+
+DEFAULT_NUM_DRAFT_TOKENS = 5
+
+
+class NgramSpeculator(Speculator):
+    """Drafts on the host; its drafts' tensors are host tensors, so their lengths can be read without a synchronisation."""
+
+    def __init__(self, num_draft_tokens: int, lookup_min: int, lookup_max: int, vocab_size: int) -> None:
+        self.capabilities = Capabilities(max_draft_len=num_draft_tokens, sources=("ngram",), drafts_on_host=True)
+        self._lookup_min = lookup_min
+        self._lookup_max = lookup_max
+        self._token_bits = max(1, (vocab_size - 1).bit_length())
+        self._tables: dict[int, _NgramTable] = {}
+
+    def begin(self, row: int, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        table = _NgramTable(self._lookup_min, self._lookup_max, self._token_bits)
+        table.index(token_ids)
+        self._tables[row] = table
+
+    def propose(self, rows: Sequence[DraftRow]) -> Draft:
+        width = self.capabilities.max_draft_len
+        tokens = torch.zeros(len(rows), width, dtype=torch.int32)
+        lengths = [0] * len(rows)
+        for index, row in enumerate(rows):
+            proposed = self._lookup(row)
+            lengths[index] = len(proposed)
+            if proposed:
+                tokens[index, : len(proposed)] = torch.tensor(proposed, dtype=torch.int32)
+        return Draft(
+            tokens=tokens,
+            lengths=torch.tensor(lengths, dtype=torch.int32),
+            parents=None,
+            probs=None,
+            roots=None,
+            sources=torch.zeros(len(rows), dtype=torch.int8),
+            num_forwards=0,
+        )
+
+    def end(self, row: int) -> None:
+        self._tables.pop(row, None)
+
+    def _lookup(self, row: DraftRow) -> Sequence[int]:
+        table = self._tables[row.row]
+        table.index(row.token_ids)
+        start = table.first_continuation(row.token_ids)
+        if start is None:
+            return ()
+        return row.token_ids[start : start + min(row.budget, self.capabilities.max_draft_len)]
+
+
+class _NgramTable:
+    """First occurrences of one history's n-grams: packed tokens -> index of the token behind them.
+
+    The packing is exact (fixed bits per token in one integer), so there are no collisions to check; integers instead of
+    tuples keep an 8k history near 3 MB and out of the garbage collector's sight.
+    """
+
+    def __init__(self, lookup_min: int, lookup_max: int, token_bits: int) -> None:
+        self._lengths = range(lookup_min, lookup_max + 1)
+        self._token_bits = token_bits
+        self._first: dict[int, dict[int, int]] = {length: {} for length in self._lengths}
+        self._indexed = 0  # n-grams ending at or before this index are in the tables
+
+    def index(self, token_ids: Sequence[int]) -> None:
+        """Add every n-gram that has a token behind it: all but those that end the history. O(new tokens)."""
+        for end in range(self._indexed + 1, len(token_ids)):
+            for length, key in self._suffix_keys(token_ids, end):
+                self._first[length].setdefault(key, end)
+        self._indexed = max(self._indexed, len(token_ids) - 1)
+
+    def first_continuation(self, token_ids: Sequence[int]) -> int | None:
+        """Where the token behind the longest known suffix is, or None. O(lookup_max)."""
+        found = None
+        for length, key in self._suffix_keys(token_ids, len(token_ids)):
+            start = self._first[length].get(key)
+            if start is None:
+                break  # a longer suffix contains this one, so it cannot have occurred either
+            found = start
+        return found
+
+    def _suffix_keys(self, token_ids: Sequence[int], end: int) -> list[tuple[int, int]]:
+        """(length, packed n-gram) of the n-grams that end before `end`, shortest first."""
+        keys = []
+        key = 0
+        for length in range(1, min(self._lengths.stop - 1, end) + 1):
+            key |= token_ids[end - length] << (self._token_bits * (length - 1))
+            if length >= self._lengths.start:
+                keys.append((length, key))
+        return keys
