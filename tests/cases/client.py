@@ -5,15 +5,29 @@ Knows nothing of the server's code. LIVE, QUIET, ERR, SUMS are the words of the 
 
 import json
 import math
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import requests
 
 PAT = "red blue green one two three\n" * 12
 PROBE = {"prompt": "The sky is", "temperature": 0, "max_tokens": 8}
+T = TypeVar("T")
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TIE = 0.001  # a top-2 log-prob gap below this is a near tie in fp32
+
+
+@dataclass
+class Logprob:
+    """One position's log-probs, whichever API said them. `top` in the order given."""
+
+    token: str
+    logprob: float | None
+    top: list[tuple[str, float]]
 
 
 @dataclass
@@ -24,6 +38,7 @@ class Streamed:
     text: dict[int, str] = field(default_factory=dict)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
+    entries: dict[int, list[Logprob]] = field(default_factory=dict)
     finish: dict[int, str] = field(default_factory=dict)
     stop_reason: dict[int, Any] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
@@ -37,7 +52,14 @@ class Client:
     def __init__(self, base_url: str, timeout_s: float = 60.0) -> None:
         self.base_url = base_url
         self.timeout_s = timeout_s
-        self.http = requests.Session()
+        self._sessions = threading.local()
+
+    @property
+    def http(self) -> requests.Session:
+        """This thread's session: sessions are not made for several threads."""
+        if not hasattr(self._sessions, "http"):
+            self._sessions.http = requests.Session()
+        return self._sessions.http
 
     def get(self, path: str, **options: Any) -> requests.Response:
         return self.http.get(self.base_url + path, timeout=self.timeout_s, **options)
@@ -86,6 +108,23 @@ class Client:
                 continue
             _add_chunk(result, strict_json(data))
         assert result.done == 1, "a stream ends with exactly one [DONE]"
+        return result
+
+    def ask(self, path: str, streamed: bool, prompt: Any = "x", **body: Any) -> Streamed:
+        """One answer in one form, whichever of the four ways was asked: completions or chat, streamed or not.
+
+        `prompt` and an integer `logprobs` are turned into what chat calls them; a stream also reports its usage.
+        """
+        if path == CHAT:
+            body.setdefault("messages", [{"role": "user", "content": prompt}])
+            if body.get("logprobs") is not None:
+                body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+        else:
+            body["prompt"] = prompt
+        if streamed:
+            return self.stream(path, stream_options={"include_usage": True}, **body)
+        result = Streamed(done=1)
+        _add_chunk(result, self._ok(path, body))
         return result
 
     def metrics(self) -> dict[str, float]:
@@ -147,21 +186,29 @@ def _add_chunk(result: Streamed, chunk: dict[str, Any]) -> None:
     for choice in chunk["choices"]:
         index = choice["index"]
         assert index not in result.finish, "a choice goes on after its finish"
-        delta = choice.get("delta", {}).get("content") if "delta" in choice else choice["text"]
+        delta = choice["text"] if "text" in choice else choice.get("delta", choice.get("message", {})).get("content")
         result.text[index] = result.text.get(index, "") + (delta or "")
         result.token_ids.setdefault(index, []).extend(choice.get("token_ids") or [])
-        result.logprobs.setdefault(index, []).extend(_logprob_values(choice.get("logprobs")))
+        entries = _logprob_entries(choice.get("logprobs"))
+        result.entries.setdefault(index, []).extend(entries)
+        result.logprobs.setdefault(index, []).extend(entry.logprob for entry in entries)
         if choice.get("finish_reason"):
             result.finish[index] = choice["finish_reason"]
             result.stop_reason[index] = choice.get("stop_reason")
 
 
-def _logprob_values(logprobs: dict[str, Any] | None) -> list[float]:
+def _logprob_entries(logprobs: dict[str, Any] | None) -> list[Logprob]:
     if not logprobs:
         return []
     if "content" in logprobs:
-        return [entry["logprob"] for entry in logprobs["content"]]
-    return list(logprobs["token_logprobs"])
+        return [
+            Logprob(entry["token"], entry["logprob"], [(t["token"], t["logprob"]) for t in entry["top_logprobs"]])
+            for entry in logprobs["content"]
+        ]
+    tops = logprobs["top_logprobs"] or [None] * len(logprobs["tokens"])
+    columns = (logprobs["tokens"], logprobs["token_logprobs"], tops, logprobs["text_offset"])
+    assert len({len(column) for column in columns}) == 1, logprobs
+    return [Logprob(token, value, list((top or {}).items())) for token, value, top, _ in zip(*columns)]
 
 
 def strict_json(text: bytes | str) -> Any:
@@ -225,3 +272,26 @@ def speculation_delta(before: dict[str, float], after: dict[str, float], width: 
     assert all(a >= b for a, b in zip(result.per_pos, result.per_pos[1:], strict=False))
     assert result.accepted <= result.draft_tokens <= width * result.drafts
     return result
+
+
+def assert_same(ref: Streamed, spec: Streamed, index: int = 0) -> bool:
+    """SAME: equal ids and text; True if they part at a near tie, which the case book forgives once in 50 requests.
+
+    Both must carry token ids and at least two log-probs.
+    """
+    wanted, got = ref.token_ids[index], spec.token_ids[index]
+    assert wanted and got, "nothing to compare: ask for return_token_ids"
+    parted = next((i for i, (a, b) in enumerate(zip(wanted, got)) if a != b), None)
+    if parted is None:
+        assert len(wanted) == len(got)
+        assert (ref.text[index], ref.finish[index]) == (spec.text[index], spec.finish[index])
+        return False
+    top = sorted((value for _, value in ref.entries[index][parted].top), reverse=True)
+    assert top[0] - top[1] < TIE, f"position {parted}: {wanted[parted]} became {got[parted]} without a near tie"
+    return True
+
+
+def together(calls: Iterable[Callable[[], T]], width: int = 8) -> list[T]:
+    """Run the calls with `width` of them in flight; the results in the order of the calls."""
+    with ThreadPoolExecutor(width) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
