@@ -5,7 +5,10 @@ and engine.ledger (appends what was committed).
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
+
+import msgspec
 
 from protocol.messages import Finish, SimScript, Submit
 from protocol.reasons import FinishReason
@@ -134,3 +137,23 @@ class Sequence:
                 return kept, finish
         self.token_ids.extend(token_ids)
         return token_ids, None
+
+
+class Outcome(IntEnum):
+    """What a step came to for one sequence, as the scheduler must know it."""
+
+    ADVANCED = 0
+    FINISHED = 1
+    RETRACTED = 2  # the result was lost to a preemption in flight
+    CLOSED = 3  # closed while the step ran; its Close is in the inbox
+
+
+class Committed(msgspec.Struct, frozen=True, gc=False):
+    """One row's result after the ledger counted it. `token_ids` are the tokens kept, already in the sequence."""
+
+    sequence: Sequence
+    outcome: Outcome
+    samples: bool  # False: a chunk that gave no token
+    end: int  # position behind the last token that the span fed
+    token_ids: tuple[int, ...]
+    path: tuple[int, ...] | None  # accepted tree nodes; None for chains
