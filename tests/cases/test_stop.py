@@ -206,7 +206,7 @@ def test_stop_6_a_stop_that_is_no_string_or_empty_is_refused(
 ) -> None:
     prompt = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
     error = sim.assert_error(sim.post(path, {**prompt, "stop": stop, "stream": streamed, "max_tokens": 4}), "stop")
-    assert error["param"] == "stop"
+    assert error["param"].startswith("stop")
     assert sim.get("/health").status_code == 200
 
 

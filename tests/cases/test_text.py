@@ -92,7 +92,7 @@ def assert_sent_in_its_step(runs: list[list[int]], answer: Streamed) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_text_1_a_step_is_sent_before_the_next_one_ends(sim: Client, path: str) -> None:
     runs = fixed_runs(QUOTED, 2)
-    answer = sim.ask(path, True, sim={"runs": runs, "step_ms": 60})
+    answer = sim.ask(path, True, sim={"runs": runs, "step_ms": 100})
     texts = [text for text, _ in pieces(answer) if text]
     assert texts == ["".join(WORDS[token] for token in run) for run in runs]
 
