@@ -24,7 +24,7 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class EncodingError(ValueError):
-    """Text that cannot be encoded: it holds half of a surrogate pair, which is no character."""
+    """Text that cannot be encoded; the message says why."""
 
 
 class Tokenizer:
@@ -71,10 +71,6 @@ class Tokenizer:
         if not self._guard.is_shielding(text):
             return _encode(self._engine, text, add_special_tokens=False)
         return self._encode_guarded_text(self._guard.swap(text))
-
-    def unshield(self, text: str) -> str:
-        """The text people would read: `shield` undone."""
-        return self._guard.unshield(text)
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of `len(encode(text))` that costs no tokenising: refuse the hopelessly long at once.
@@ -146,37 +142,33 @@ def bad_word_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tupl
 class _Guard:
     """Tells special tokens of the template from those of people, with marks nobody can guess.
 
-    Before rendering, `shield` swaps each special token in people's strings for a mark holding 128 random bits, so the
+    Before rendering, `shield` swaps each special token in people's strings for a mark that holds 128 random bits, so the
     template (which may trim, split or compare) sees neither a special token nor any character of one. After rendering,
     every special token in the text is the template's: `swap` turns those into the marks that the guarded engine knows
     as special, and people's marks back into what they typed.
     """
 
-    def __init__(self, specials: Mapping[str, int]) -> None:
-        self._nonce = secrets.token_hex(16)
+    def __init__(self, specials: Iterable[str]) -> None:
+        self._nonce = f"{secrets.randbits(128):039d}"  # digits: a template that changes case cannot change it
         # Longest first: the engine matches the leftmost, then longest special token, and so must this.
         self._tokens = sorted(specials, key=len, reverse=True)
         self._numbers = {token: number for number, token in enumerate(self._tokens)}
         self._any_token = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
         self._any_mark = re.compile(f"\ue002{self._nonce}:(\\d+)\ue003")
-
-    @property
-    def marks(self) -> dict[str, str]:
-        """Special token to the mark that stands for it in the guarded engine."""
-        return {token: f"\ue000{self._nonce}:{number}\ue001" for token, number in self._numbers.items()}
+        self.marks = {token: f"\ue000{self._nonce}:{number}\ue001" for token, number in self._numbers.items()}
 
     def shield(self, text: str) -> str:
         return self._any_token.sub(lambda match: f"\ue002{self._nonce}:{self._numbers[match[0]]}\ue003", text)
 
     def is_shielding(self, text: str) -> bool:
-        return f"\ue002{self._nonce}:" in text
-
-    def unshield(self, text: str) -> str:
-        return self._any_mark.sub(lambda match: self._tokens[int(match[1])], text)
+        return self._nonce in text
 
     def swap(self, text: str) -> str:
-        marks = self.marks
-        return self.unshield(self._any_token.sub(lambda match: marks[match[0]], text))
+        if self._nonce in self._any_mark.sub("", text):
+            # Sending a broken mark to the model would let it be read back, and then forged.
+            raise EncodingError("the chat template takes apart text in which special tokens were typed")
+        guarded = self._any_token.sub(lambda match: self.marks[match[0]], text)
+        return self._any_mark.sub(lambda match: self._tokens[int(match[1])], guarded)
 
 
 def _guarded_engine(engine: Engine, added: Mapping[int, AddedToken], guard: _Guard) -> tuple[Engine, dict[int, int]]:

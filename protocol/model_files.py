@@ -28,6 +28,7 @@ __all__ = [
     "read_context_length",
     "read_eos_token_ids",
     "read_generation_defaults",
+    "read_token_variables",
     "read_vocabulary",
     "resolve",
 ]
@@ -183,6 +184,26 @@ def read_chat_template(files: ModelFiles) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ModelFilesError(f"{files.path}: the chat template is not a string")
     return value
+
+
+def read_token_variables(files: ModelFiles) -> dict[str, str]:
+    """The variables bos_token, eos_token, unk_token and pad_token of chat templates; absent where the model has none."""
+    if files.kind == "gguf":
+        tokens = files.header.metadata.get("tokenizer.ggml.tokens")
+        return {
+            f"{short}_token": tokens[token_id]
+            for short, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+            if isinstance(token_id := files.header.metadata.get(f"tokenizer.ggml.{key}_token_id"), int)
+            and isinstance(tokens, tuple)
+            and 0 <= token_id < len(tokens)
+        }
+    variables = {}
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = files.tokenizer_config.get(key)
+        value = value.get("content") if isinstance(value, dict) else value  # a string, or an added token's fields
+        if isinstance(value, str):
+            variables[key] = value
+    return variables
 
 
 def _resolve_embedded() -> ModelFiles:
