@@ -5,7 +5,7 @@ value outside its limits is a 400 with the value and the limit. Called by `front
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -28,7 +28,7 @@ MAX_PRIORITY = 2**31 - 1
 MAX_SIM_STEP_MS = 60_000.0
 _TOKEN_ID = re.compile(r"-?(0|[1-9][0-9]{0,9})")
 
-BadWordEncoder = Callable[[str], tuple[tuple[int, ...], ...]]
+BadWordsEncoder = Callable[[Sequence[str]], tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def num_logprobs(request: GenerationRequest) -> int | None:
 
 
 def sampling_params(
-    request: GenerationRequest, max_tokens: int, facts: ModelFacts, encode_bad_word: BadWordEncoder
+    request: GenerationRequest, max_tokens: int, facts: ModelFacts, encode_bad_words: BadWordsEncoder
 ) -> SamplingParams:
     """Raises ApiError(400) naming the first field outside its limits. `max_tokens` as resolved."""
     defaults = facts.defaults
@@ -126,7 +126,7 @@ def sampling_params(
         min_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        bad_words=_bad_words(request, encode_bad_word),
+        bad_words=_bad_words(request, encode_bad_words),
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         logprobs=logprobs,
         prompt_logprobs=_prompt_logprobs(request, logprobs),
@@ -179,18 +179,18 @@ def _logit_bias(request: GenerationRequest) -> dict[int, float] | None:
     return {int(key): value for key, value in request.logit_bias.items()}
 
 
-def _bad_words(request: GenerationRequest, encode: BadWordEncoder) -> tuple[tuple[int, ...], ...]:
+def _bad_words(request: GenerationRequest, encode: BadWordsEncoder) -> tuple[tuple[int, ...], ...]:
     words = request.bad_words or ()
     if len(words) > MAX_BAD_WORDS:
         raise invalid(f"bad_words has {len(words)} entries; the limit is {MAX_BAD_WORDS}", "bad_words")
     for word in words:
-        if not word:
-            raise invalid("bad_words must not contain an empty string", "bad_words")
+        if not word.strip():
+            raise invalid("bad_words must not contain an empty or blank string", "bad_words")
         if len(word) > MAX_STOP_STRING_CHARS:
             raise invalid(
                 f"bad_words has an entry of {len(word)} characters; the limit is {MAX_STOP_STRING_CHARS}", "bad_words"
             )
-    return tuple(ids for word in words for ids in encode(word))
+    return encode(words) if words else ()
 
 
 def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | None:

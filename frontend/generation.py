@@ -1,0 +1,297 @@
+"""One HTTP request's work at the engine: its prompts, their children, and what is measured of them.
+
+Owns the submits, the closes and the per-request observations; every child is recorded exactly once, however it ends. Never
+formats an answer. Used by `frontend.completions` as `async with`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol
+
+from frontend.choices import Choice, TextSettings
+from frontend.errors import ApiError, overloaded
+from frontend.metrics import FinishedChoice, FrontendMetrics
+from frontend.tokenizer import Tokenizer
+from protocol.messages import Finish, PromptReport, SequenceOutput, SimScript
+from protocol.reasons import CloseReason, FinishReason, RejectReason
+from protocol.sampling import SamplingParams
+
+# A close is answered by the engine's next step; the longest step is a prefill of a few seconds.
+CLOSE_ANSWER_S = 10.0
+
+_REJECTION_LABELS = {
+    RejectReason.QUEUE_FULL: "max_num_queued_reqs",
+    RejectReason.QUEUED_TOKENS_FULL: "max_num_queued_tokens",
+    RejectReason.EXPIRED: "expired",
+    RejectReason.DRAINING: "draining",
+}
+
+logger = logging.getLogger(__name__)
+
+
+class OutputStream(Protocol):
+    """What a submitted request gives back (`frontend.engine_client.Stream`)."""
+
+    async def next(self) -> list[SequenceOutput]: ...
+
+    def close(self, index: int, reason: CloseReason, kept: int) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+class Submitter(Protocol):
+    """What takes requests (`frontend.engine_client.EngineClient`)."""
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        n: int,
+        *,
+        awaits_close: bool,
+        sim: SimScript | None,
+        remaining_ns: int | None,
+        priority: int,
+    ) -> OutputStream: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, ready to run. `text` as the client wrote it, None when it sent token ids."""
+
+    token_ids: tuple[int, ...]
+    text: str | None
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A validated request. Children are numbered prompt by prompt."""
+
+    prompts: tuple[Prompt, ...]
+    n: int
+    settings: TextSettings
+    priority: int = 0
+    sim: SimScript | None = None
+    asked_max_tokens: int | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+@dataclass(slots=True)
+class _Times:
+    """Of one child, in seconds of the frontend's clock."""
+
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Running:
+    """One submitted prompt."""
+
+    prompt: Prompt
+    stream: OutputStream
+    choices: list[Choice]
+    times: list[_Times]
+    report: PromptReport | None = None
+    task: "asyncio.Task[list[SequenceOutput]] | None" = None
+
+    @property
+    def is_over(self) -> bool:
+        return all(choice.is_closed for choice in self.choices)
+
+
+@dataclass(slots=True)
+class Generation:
+    """Runs a job. `arrived_s`: when its HTTP request came, on `clock`."""
+
+    client: Submitter
+    tokenizer: Tokenizer
+    job: Job
+    metrics: FrontendMetrics
+    arrived_s: float
+    clock: Callable[[], float] = time.monotonic
+    choices: list[Choice] = field(default_factory=list)
+    _running: list[_Running] = field(default_factory=list)
+    _recorded: set[int] = field(default_factory=set)
+    _submitted_s: float = 0.0
+    _end_reason: str = "abort"  # of children that have not ended when the request does
+
+    async def __aenter__(self) -> "Generation":
+        job = self.job
+        self._submitted_s = self.clock()
+        for prompt in job.prompts:
+            stream = self.client.submit(
+                prompt.token_ids,
+                prompt.sampling,
+                job.n,
+                awaits_close=job.settings.awaits_close,
+                sim=job.sim,
+                remaining_ns=None,
+                priority=job.priority,
+            )
+            first = len(self.choices)
+            choices = [Choice(first + child, self.tokenizer, job.settings) for child in range(job.n)]
+            self.choices += choices
+            self._running.append(_Running(prompt, stream, choices, [_Times() for _ in choices]))
+        self.metrics.submitted(job.n, job.asked_max_tokens)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, ApiError | asyncio.CancelledError | ConnectionError):
+            self._end_reason = "error"
+        for running in self._running:
+            if running.task is not None:
+                running.task.cancel()
+            if not running.is_over:
+                running.stream.abandon()
+            for child in range(len(running.choices)):
+                self._record(running, child, self._end_reason)
+        self.metrics.request_ended(max((choice.num_tokens for choice in self.choices), default=0))
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(running.report.num_cached_tokens for running in self._running if running.report is not None)
+
+    def prompt_of(self, choice: Choice) -> tuple[Prompt, PromptReport | None]:
+        running = self._running[choice.index // self.job.n]
+        return running.prompt, running.report
+
+    async def changed(self) -> list[Choice]:
+        """Wait for the engine and return the children that moved; empty once all have ended.
+
+        Raises ApiError when a child failed, and `EngineLost` from the stream. The rest is ended by leaving the block.
+        """
+        live = [running for running in self._running if not running.is_over]
+        if not live:
+            return []
+        arrived = await self._next(live)
+        if not arrived:
+            return self._give_up_waiting(live)
+        now_s = self.clock()
+        moved: dict[int, Choice] = {}
+        for running, outputs in arrived:
+            for choice in self._apply(running, outputs, now_s):
+                moved[choice.index] = choice
+        return list(moved.values())
+
+    async def _next(self, live: list[_Running]) -> list[tuple[_Running, list[SequenceOutput]]]:
+        """Outputs that have arrived; empty when the engine owes nothing but answers and is late with them."""
+        closing = all(choice.is_closed or choice.is_closing for running in live for choice in running.choices)
+        if len(live) == 1 and live[0].task is None and not closing:
+            return [(live[0], await live[0].stream.next())]  # the common case costs no task
+        for running in live:
+            if running.task is None:
+                running.task = asyncio.ensure_future(running.stream.next())
+        tasks = {running.task: running for running in live if running.task is not None}
+        timeout_s = CLOSE_ANSWER_S if closing else None
+        done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        arrived = []
+        for task in done:
+            tasks[task].task = None
+            arrived.append((tasks[task], task.result()))
+        return arrived
+
+    def _apply(self, running: _Running, outputs: list[SequenceOutput], now_s: float) -> list[Choice]:
+        by_child: dict[int, list[SequenceOutput]] = {}
+        for output in outputs:
+            by_child.setdefault(output.index, []).append(output)
+        moved = []
+        for child, steps in by_child.items():
+            choice = running.choices[child]
+            self._measure(running.times[child], [len(step.token_ids) for step in steps if step.token_ids], now_s)
+            for step in steps:
+                running.report = step.prompt or running.report
+                order = choice.push(step)
+                if order is not None:
+                    running.stream.close(child, order.reason, order.kept)
+            if choice.failure is not None:
+                raise self._failed(running, child, choice.failure)
+            if choice.is_closed:
+                self._record(running, child, choice.finish_reason)
+            moved.append(choice)
+        return moved
+
+    def _measure(self, times: _Times, step_sizes: list[int], now_s: float) -> None:
+        if not step_sizes:
+            return
+        if times.first_token_s is None:
+            times.first_token_s = times.last_token_s = now_s
+            self.metrics.first_token(now_s - self.arrived_s)
+            step_sizes = step_sizes[1:]
+        last_s = now_s if times.last_token_s is None else times.last_token_s
+        for num_tokens in step_sizes:
+            # Steps that were merged arrived together: each gets its share of the gap, so that the sum stays true.
+            self.metrics.step_gap((now_s - last_s) / len(step_sizes), num_tokens)
+        times.last_token_s = now_s
+
+    def _failed(self, running: _Running, child: int, finish: Finish) -> ApiError:
+        """Account for the child that failed and say so to the client."""
+        message = finish.message or "the engine could not go on with this request"
+        if finish.rejected is not None:
+            self._recorded.update(choice.index for choice in running.choices)  # refused, so never finished
+            if not finish.rejected.is_overload:
+                return ApiError(400, message)
+            self.metrics.rejected(_REJECTION_LABELS[finish.rejected])
+            return overloaded(message)
+        self._end_reason = finish.reason.label
+        self._record(running, child, self._end_reason)
+        if finish.reason is FinishReason.ABORT:
+            return overloaded(finish.message or "the engine ended this request early")
+        return ApiError(500, message)
+
+    def _give_up_waiting(self, live: list[_Running]) -> list[Choice]:
+        logger.warning("close_unanswered requests=%d waited_s=%g", len(live), CLOSE_ANSWER_S)
+        moved = []
+        for running in live:
+            running.stream.abandon()
+            for child, choice in enumerate(running.choices):
+                if not choice.is_closed:
+                    self.metrics.close_unanswered()
+                    choice.give_up_waiting()
+                    self._record(running, child, choice.finish_reason)
+                    moved.append(choice)
+        return moved
+
+    def _record(self, running: _Running, child: int, reason: str) -> None:
+        choice, times = running.choices[child], running.times[child]
+        if choice.index in self._recorded:
+            return
+        self._recorded.add(choice.index)
+        now_s = self.clock()
+        queue_s, prefill_s = self._waits(running, times, now_s)
+        last_s = now_s if times.last_token_s is None else times.last_token_s
+        self.metrics.finished(
+            FinishedChoice(
+                reason=reason,
+                prompt_tokens=len(running.prompt.token_ids),
+                cached_tokens=0 if running.report is None else running.report.num_cached_tokens,
+                generation_tokens=choice.num_tokens,
+                e2e_s=now_s - self.arrived_s,
+                queue_s=queue_s,
+                prefill_s=prefill_s,
+                decode_s=None if times.first_token_s is None else last_s - times.first_token_s,
+            )
+        )
+
+    def _waits(self, running: _Running, times: _Times, now_s: float) -> tuple[float, float | None]:
+        """(queued, prefill) seconds. The queue is the engine's own clock; prefill is what is left until the first token."""
+        if running.report is None:
+            return now_s - self._submitted_s, None
+        queue_s = max(0.0, (running.report.scheduled_ns - running.report.queued_ns) / 1e9)
+        if times.first_token_s is None:
+            return queue_s, None
+        return queue_s, max(0.0, times.first_token_s - self._submitted_s - queue_s)

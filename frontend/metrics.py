@@ -1,0 +1,241 @@
+"""What this frontend measures of the requests it serves, and the /metrics page of both scopes.
+
+The only user of prometheus_client: one registry of its own, nothing global. Families, labels and buckets are vLLM's (reference
+1.2 to 1.4). Counts of the engine are never added up here: they come from its snapshot. Called by `frontend.completions`,
+`frontend.admission`, `frontend.app` and `frontend.health`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from frontend.engine_families import EngineView, engine_families
+from frontend.exposition import CLASSIC_CONTENT_TYPE, MetricFamily, Sample, classic_text
+
+FINISHED_REASONS: Final = ("stop", "length", "abort", "error")
+REJECTION_REASONS: Final = ("max_num_queued_reqs", "max_num_queued_tokens", "expired", "draining", "engine_down")
+ABANDONED_STAGES: Final = ("body", "admission", "tokenize")
+
+_LATENCY: Final = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
+    7680.0,
+)  # fmt: skip
+_FIRST_TOKEN: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+_INTER_TOKEN: Final = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+# Finer at the low end: a speculating step gives several tokens within a few milliseconds.
+_PER_TOKEN: Final = (0.001, 0.0025, 0.005, *_INTER_TOKEN)
+_PARAMS_N: Final = (1, 2, 5, 10, 20)
+_HTTP: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_ENGINE_LABELS: Final = ("engine", "model_name")
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedChoice:
+    """One child of a request at its end, however it ended. Times in seconds, None where it never got that far."""
+
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    generation_tokens: int
+    e2e_s: float
+    queue_s: float
+    prefill_s: float | None
+    decode_s: float | None
+
+
+class FrontendMetrics:
+    """Observations of one frontend process. `max_model_len` bounds the token histograms; labels come with `attach`."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._engine = self._model = ""
+        tokens = _one_two_five(max_model_len)
+        histogram = self._histogram
+        self._success = self._counter(
+            "vllm:request_success", "Finished requests.", (*_ENGINE_LABELS, "finished_reason")
+        )
+        self._first_token = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
+        self._inter_token = histogram(
+            "vllm:inter_token_latency_seconds", "Gap between outputs of a request, one sample per step.", _INTER_TOKEN
+        )
+        self._per_token = histogram(
+            "drafthouse:inter_token_latency_per_token_seconds", "The same gap per token of the step.", _PER_TOKEN
+        )
+        self._time_per_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per token after the first.", _INTER_TOKEN
+        )
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _LATENCY)
+        self._queue = histogram("vllm:request_queue_time_seconds", "Queued to scheduled.", _LATENCY)
+        self._prefill = histogram("vllm:request_prefill_time_seconds", "Scheduled to first token.", _LATENCY)
+        self._decode = histogram("vllm:request_decode_time_seconds", "First to last token.", _LATENCY)
+        self._inference = histogram("vllm:request_inference_time_seconds", "Scheduled to last token.", _LATENCY)
+        self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens per finished request.", tokens)
+        self._generation = histogram("vllm:request_generation_tokens", "Tokens per finished request.", tokens)
+        self._computed = histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not taken from the cache.", tokens
+        )
+        self._max_generation = histogram(
+            "vllm:request_max_num_generation_tokens", "Most tokens of any choice of a request.", tokens
+        )
+        self._params_n = histogram("vllm:request_params_n", "The n of requests.", _PARAMS_N)
+        self._params_max_tokens = histogram("vllm:request_params_max_tokens", "The max_tokens of requests.", tokens)
+        self._build_unlabelled()
+
+    def _build_unlabelled(self) -> None:
+        self._rejections = self._counter(
+            "vllm:admission_rejections", "Requests refused for load.", ("model_name", "reason")
+        )
+        self._abandoned = self._counter(
+            "drafthouse:requests_abandoned", "Clients gone before their request reached an engine.", ("stage",)
+        )
+        self._fence_timeouts = self._counter(
+            "drafthouse:fence_timeouts", "Scrapes that did not hear from the engine in time.", ()
+        )
+        self._unknown_fields = self._counter(
+            "drafthouse:unknown_fields", "Request fields nobody here knows, ignored.", ()
+        )
+        self._close_timeouts = self._counter(
+            "drafthouse:close_timeouts", "Requests ended without the engine's closing answer.", ()
+        )
+        self._http_requests = self._counter("http_requests", "HTTP requests.", ("method", "status", "handler"))
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds", "Duration of HTTP requests.", ("method", "handler"),
+            buckets=_HTTP, registry=self._registry,
+        )  # fmt: skip
+        for stage in ABANDONED_STAGES:
+            self._abandoned.labels(stage)
+
+    def attach(self, engine: str, model: str) -> None:
+        """From now on requests run on `engine` under the served name `model`; their series exist at 0 from here."""
+        if (engine, model) == (self._engine, self._model):
+            return
+        self._engine, self._model = engine, model
+        for reason in FINISHED_REASONS:
+            self._success.labels(engine, model, reason)
+        for reason in REJECTION_REASONS:
+            self._rejections.labels(model, reason)
+        for histogram in self._engine_histograms():
+            histogram.labels(engine, model)
+
+    def submitted(self, n: int, max_tokens: int | None) -> None:
+        """One request was sent to the engine. `max_tokens` as the client asked, None when it did not."""
+        self._params_n.labels(self._engine, self._model).observe(n)
+        if max_tokens is not None:
+            self._params_max_tokens.labels(self._engine, self._model).observe(max_tokens)
+
+    def first_token(self, seconds: float) -> None:
+        self._first_token.labels(self._engine, self._model).observe(seconds)
+
+    def step_gap(self, seconds: float, num_tokens: int) -> None:
+        """One step gave a running request `num_tokens`, `seconds` after its step before."""
+        self._inter_token.labels(self._engine, self._model).observe(seconds)
+        per_token = self._per_token.labels(self._engine, self._model)
+        for _ in range(num_tokens):
+            per_token.observe(seconds / num_tokens)
+
+    def finished(self, choice: FinishedChoice) -> None:
+        """Count one child exactly once, at its end."""
+        labels = (self._engine, self._model)
+        self._success.labels(*labels, choice.reason).inc()
+        self._e2e.labels(*labels).observe(choice.e2e_s)
+        self._queue.labels(*labels).observe(choice.queue_s)
+        self._prefill.labels(*labels).observe(choice.prefill_s or 0.0)
+        self._decode.labels(*labels).observe(choice.decode_s or 0.0)
+        self._inference.labels(*labels).observe((choice.prefill_s or 0.0) + (choice.decode_s or 0.0))
+        self._prompt.labels(*labels).observe(choice.prompt_tokens)
+        self._computed.labels(*labels).observe(choice.prompt_tokens - choice.cached_tokens)
+        self._generation.labels(*labels).observe(choice.generation_tokens)
+        if choice.decode_s is not None and choice.generation_tokens > 1:
+            self._time_per_token.labels(*labels).observe(choice.decode_s / (choice.generation_tokens - 1))
+
+    def request_ended(self, most_generation_tokens: int) -> None:
+        self._max_generation.labels(self._engine, self._model).observe(most_generation_tokens)
+
+    def rejected(self, reason: str) -> None:
+        self._rejections.labels(self._model, reason).inc()
+
+    def abandoned(self, stage: str) -> None:
+        self._abandoned.labels(stage).inc()
+
+    def fence_missed(self) -> None:
+        self._fence_timeouts.inc()
+
+    def close_unanswered(self) -> None:
+        self._close_timeouts.inc()
+
+    def unknown_fields(self, count: int) -> None:
+        self._unknown_fields.inc(count)
+
+    def http(self, method: str, status: int, handler: str, seconds: float) -> None:
+        """`handler` is the route's template, never the path: labels stay bounded."""
+        self._http_requests.labels(method, f"{status // 100}xx", handler).inc()
+        self._http_seconds.labels(method, handler).observe(seconds)
+
+    def render(self, view: EngineView | None, accept: str, scope: str) -> tuple[bytes, str]:
+        """(page, content type) of `scope`: all, engine or frontend. OpenMetrics only when `accept` names it."""
+        families: list[MetricFamily] = []
+        if scope != "frontend" and view is not None:
+            families += engine_families(view)
+        if scope != "engine":
+            families += [_family(metric) for metric in self._registry.collect()]
+        if "application/openmetrics-text" in accept:
+            return generate_latest(_Collected(families)), CONTENT_TYPE_LATEST  # type: ignore[no-untyped-call]
+        return classic_text(families), CLASSIC_CONTENT_TYPE
+
+    def _counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:
+        return Counter(name, text, tuple(labels), registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(name, text, _ENGINE_LABELS, buckets=tuple(buckets), registry=self._registry)
+
+    def _engine_histograms(self) -> tuple[Histogram, ...]:
+        return (
+            self._first_token, self._inter_token, self._per_token, self._time_per_token, self._e2e, self._queue,
+            self._prefill, self._decode, self._inference, self._prompt, self._generation, self._computed,
+            self._max_generation, self._params_n, self._params_max_tokens,
+        )  # fmt: skip
+
+
+class _Collected:
+    """What prometheus_client's OpenMetrics writer wants of a registry."""
+
+    def __init__(self, families: list[MetricFamily]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._families:
+            metric = Metric(family.name, family.help, family.kind)
+            for sample in family.samples:
+                metric.add_sample(sample.name, dict(sample.labels), sample.value)
+            yield metric
+
+
+def _family(metric: Metric) -> MetricFamily:
+    # `_created` is left out: frontends started at different times would look like changes to bench clients.
+    samples = [
+        Sample(sample.name, sample.labels, sample.value)
+        for sample in metric.samples
+        if not sample.name.endswith("_created")
+    ]
+    return MetricFamily(metric.name, metric.type, metric.documentation, samples)
+
+
+def _one_two_five(largest: int) -> tuple[float, ...]:
+    """1 2 5 10 20 50 ... up to `largest`: vLLM's buckets of token counts."""
+    buckets: list[float] = []
+    power = 1
+    while True:
+        for step in (1, 2, 5):
+            if step * power > largest:
+                return tuple(buckets)
+            buckets.append(step * power)
+        power *= 10
