@@ -7,6 +7,7 @@ Owns `SamplingState` (one sequence's life in a row) and `SamplingRows` (one step
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import torch
 
@@ -117,6 +118,7 @@ class SamplingRows:
     offsets: tuple[int, ...]  # B
     counts: tuple[int, ...]  # B, at least 1 + the span's draft length
     first_row: torch.Tensor  # int64 [B]: `offsets` on the device
+    last_row: torch.Tensor  # int64 [B]
     span: torch.Tensor  # int64 [R]
     step: torch.Tensor  # int64 [R], 0 = the span's first row
     num_tokens: torch.Tensor  # int64 [R], committed tokens of the row's sequence
@@ -125,16 +127,20 @@ class SamplingRows:
     @classmethod
     def build(cls, states: Sequence[SamplingState], counts: Sequence[int], device: torch.device) -> "SamplingRows":
         """Lay spans out one behind the other: span b has `counts[b]` logits rows. One upload."""
-        offsets: list[int] = []
-        table: list[tuple[int, int, int, int]] = []
-        for index, (state, count) in enumerate(zip(states, counts, strict=True)):
-            if count < 1:
-                raise ValueError(f"span {index} samples but has {count} logits rows")
-            offsets.append(len(table))
-            table.extend((index, step, state.num_tokens, state.seed) for step in range(count))
-        flat = torch.tensor([*offsets, *(value for row in table for value in row)], dtype=torch.int64).to(device)
-        columns = flat[len(offsets) :].reshape(len(table), 4).unbind(dim=1)
-        return cls(tuple(states), tuple(offsets), tuple(counts), flat[: len(offsets)], *columns)
+        ends = list(accumulate(counts))
+        offsets = [end - count for end, count in zip(ends, counts, strict=True)]
+        if any(count < 1 for count in counts):
+            raise ValueError(f"every span that samples has at least one logits row, got {tuple(counts)}")
+        table = [
+            (index, step, state.num_tokens, state.seed)
+            for index, (state, count) in enumerate(zip(states, counts, strict=True))
+            for step in range(count)
+        ]
+        host = [*offsets, *(end - 1 for end in ends), *chain.from_iterable(table)]
+        uploaded = torch.tensor(host, dtype=torch.int64).to(device)
+        first_row, last_row = uploaded[: len(states)], uploaded[len(states) : 2 * len(states)]
+        span, step, num_tokens, seeds = uploaded[2 * len(states) :].reshape(len(table), 4).unbind(dim=1)
+        return cls(tuple(states), tuple(offsets), tuple(counts), first_row, last_row, span, step, num_tokens, seeds)
 
     @property
     def num_rows(self) -> int:
