@@ -121,7 +121,7 @@ def test_samp_2c_min_p_of_one_is_greedy_at_every_position(spec: Client) -> None:
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_samp_2_only_allowed_tokens_come_at_any_position(ref: Client, spec: Client, temperature: float) -> None:
     plain = ref.ask(COMPLETIONS, False, PAT, **GREEDY)
-    allowed = sorted(set(plain.token_ids[0]))[::2] + [HA]
+    allowed = [*sorted(set(plain.token_ids[0]))[::2], HA]
     asked = {**GREEDY, "temperature": temperature, "seed": 9, "allowed_token_ids": allowed}
     wanted = ref.ask(COMPLETIONS, False, PAT, **asked)
     with Speculated(spec):
