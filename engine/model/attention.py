@@ -1,0 +1,92 @@
+"""Attention over paged keys and values: the seam, and the pure-torch reference that is every other one's oracle.
+
+Owns how a step's queries read the pool; never decides what is in it. Chosen once at construction of an executor.
+T = tokens of the step, H = query heads, K = KV heads, D = head dimension. The fast path is `engine.model.grouped`.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from engine.kv.pool import KVPool
+
+Layout = TypeVar("Layout")
+
+
+@dataclass(frozen=True)
+class SpanLayout:
+    """One row's tokens of a step: queries at slots start, start + 1, ... that see all before them.
+
+    `parents` makes the tokens behind the first a tree: token 1 + i is node i, its parent is node parents[i] (-1: the
+    first token), and it sees the context, the first token, its ancestors and itself. None: a chain, plain causality.
+    """
+
+    start: int
+    num_tokens: int
+    block_ids: tuple[int, ...]  # cover slots 0 .. start + num_tokens - 1
+    parents: tuple[int, ...] | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+def ancestor_mask(parents: Sequence[int]) -> torch.Tensor:
+    """bool [1 + N, 1 + N] for N nodes behind a root: entry (i, j) says that i sees j."""
+    size = 1 + len(parents)
+    visible = torch.eye(size, dtype=torch.bool)
+    visible[:, 0] = True
+    for node, parent in enumerate(parents):
+        visible[1 + node] |= visible[1 + parent]
+    return visible
+
+
+class PagedAttention(ABC, Generic[Layout]):
+    """Softmax attention of new tokens over their rows' pages, with grouped query heads."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+
+    @abstractmethod
+    def layout(self, spans: Sequence[SpanLayout]) -> Layout:
+        """Everything that is the same in all layers, for spans that follow each other in the flat step of T tokens."""
+
+    @abstractmethod
+    def attend(self, layer: int, queries: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """[T, H, D] queries to [T, H * D], after this layer's keys and values were written to the pool."""
+
+
+class ReferenceAttention(PagedAttention[tuple[SpanLayout, ...]]):
+    """One sequence at a time and nothing clever: exact to read, slow to run."""
+
+    def layout(self, spans: Sequence[SpanLayout]) -> tuple[SpanLayout, ...]:
+        return tuple(spans)
+
+    def attend(self, layer: int, queries: torch.Tensor, layout: tuple[SpanLayout, ...]) -> torch.Tensor:
+        outputs, offset = [], 0
+        for span in layout:
+            outputs.append(self._span(layer, queries[offset : offset + span.num_tokens], span))
+            offset += span.num_tokens
+        return torch.cat(outputs)
+
+    def _span(self, layer: int, queries: torch.Tensor, span: SpanLayout) -> torch.Tensor:
+        slots = self.pool.slots_tensor([self.pool.slot(span.block_ids, position) for position in range(span.end)])
+        repeats = queries.shape[1] // self.pool.shape.num_kv_heads
+        keys = self.pool.keys[layer].flatten(0, 1)[slots].repeat_interleave(repeats, dim=1)  # [L, H, D]
+        values = self.pool.values[layer].flatten(0, 1)[slots].repeat_interleave(repeats, dim=1)
+        scores = torch.einsum("thd,lhd->htl", queries, keys) / math.sqrt(queries.shape[-1])
+        scores = scores.masked_fill(~self._visible(span).to(scores.device), -torch.inf)
+        weights = torch.softmax(scores.float(), dim=-1).to(values.dtype)
+        return torch.einsum("htl,lhd->thd", weights, values).flatten(1)
+
+    @staticmethod
+    def _visible(span: SpanLayout) -> torch.Tensor:
+        """bool [num_tokens, end]."""
+        visible = torch.ones(span.num_tokens, span.end, dtype=torch.bool).tril(span.start)
+        if span.parents is not None:
+            visible[:, span.start :] = ancestor_mask(span.parents)
+        return visible
