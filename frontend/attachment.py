@@ -1,0 +1,121 @@
+"""What one attachment to an engine knows: which steps were applied, which streams are open, which fences are asked.
+
+Owns the meaning of the engine's messages: gap detection, order (totals before tokens), continuity of an epoch. Never
+touches a socket and never waits. Driven by frontend.engine_client, one object per attachment.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from frontend.streams import EngineLost, Stream
+from protocol.messages import SCHEMA_VERSION, Detached, FenceReply, FromEngine, Heartbeat, Hello, StepOutput
+from protocol.reasons import DetachReason
+
+Observe = Callable[[FromEngine], None]
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What the engine must be for this frontend to serve it. None: anything goes."""
+
+    vocabulary_hash: str | None
+    model_name: str | None
+
+    def mismatch(self, hello: Hello) -> str | None:
+        """Why this engine can never be served by this frontend."""
+        if hello.schema != SCHEMA_VERSION:
+            return f"the engine speaks wire schema {hello.schema} and this frontend {SCHEMA_VERSION}"
+        if self.vocabulary_hash is not None and hello.vocabulary_hash != self.vocabulary_hash:
+            return (
+                f"the engine's vocabulary ({hello.model_name}, {hello.vocabulary_hash[:12]}) is not that of this "
+                f"frontend's --model ({self.vocabulary_hash[:12]})"
+            )
+        if self.model_name is not None and hello.model_name != self.model_name:
+            return (
+                f"--served-model-name must agree: the engine serves {hello.model_name!r} and this frontend "
+                f"{self.model_name!r}"
+            )
+        return None
+
+
+class Lost(Exception):
+    """This attachment cannot go on. The text continues the sentence "the engine is not available: ..."."""
+
+
+class Attachment:
+    """From Attach to loss. `hello` is None until the engine answered; `mismatch` is set when it can never fit."""
+
+    def __init__(self, observe: Observe, expectation: Expectation) -> None:
+        self.hello: Hello | None = None
+        self.mismatch: str | None = None
+        self.streams: dict[int, Stream] = {}
+        self.applied_step = 0
+        self._observe = observe
+        self._expectation = expectation
+        self._fences: dict[int, asyncio.Future[FenceReply]] = {}
+
+    def apply(self, message: FromEngine) -> None:
+        """Take in one message. Raises `Lost`."""
+        if isinstance(message, Detached):
+            self._observe(message)
+            if message.reason is DetachReason.SCHEMA:
+                self.mismatch = message.reason.sentence
+            raise Lost(message.reason.sentence)
+        if isinstance(message, Hello):
+            self._apply_hello(message)
+        elif self.hello is None or message.epoch != self.hello.epoch:
+            raise Lost("it restarted")
+        elif isinstance(message, StepOutput):
+            self._apply_step(message)
+        else:
+            self._apply_snapshot(message)
+
+    def expect_fence(self, nonce: int) -> "asyncio.Future[FenceReply]":
+        """The future answer to a fence; cancelling it forgets it."""
+        reply: asyncio.Future[FenceReply] = asyncio.get_running_loop().create_future()
+        self._fences[nonce] = reply
+        reply.add_done_callback(lambda _: self._fences.pop(nonce, None))
+        return reply
+
+    def end(self, reason: str) -> None:
+        """Fail everything that still waits for this engine."""
+        for stream in self.streams.values():
+            stream.fail(reason)
+        self.streams.clear()
+        for fence in list(self._fences.values()):
+            if not fence.done():
+                fence.set_exception(EngineLost(reason))
+
+    def _apply_hello(self, hello: Hello) -> None:
+        if self.hello is not None:
+            return  # a repetition says nothing new
+        self.mismatch = self._expectation.mismatch(hello)
+        if self.mismatch is not None:
+            raise Lost(self.mismatch)
+        self.hello, self.applied_step = hello, hello.step_id
+        self._observe(hello)
+
+    def _apply_step(self, step: StepOutput) -> None:
+        if step.step_id <= self.applied_step:
+            return  # a repetition: its totals and tokens were applied
+        if step.step_id != self.applied_step + 1:
+            raise Lost(f"messages were lost: step {self.applied_step + 1} expected, step {step.step_id} arrived")
+        self.applied_step = step.step_id
+        self._observe(step)  # before any token is handed out: no client may know more than /metrics
+        for output in step.outputs:
+            stream = self.streams.get(output.request_id)
+            if stream is None:
+                continue  # finished or abandoned, and forgotten
+            stream.accept(output)
+            if stream.is_done:
+                del self.streams[output.request_id]
+
+    def _apply_snapshot(self, message: Heartbeat | FenceReply) -> None:
+        if message.step_id > self.applied_step:
+            raise Lost(f"messages were lost: it published step {message.step_id}, step {self.applied_step} arrived")
+        self._observe(message)
+        if isinstance(message, FenceReply):
+            fence = self._fences.get(message.nonce)
+            if fence is not None and not fence.done():
+                fence.set_result(message)
