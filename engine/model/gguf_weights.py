@@ -117,7 +117,7 @@ class GGUFSource:
             with self._files.path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
-            raise self._refusal(f"it cannot be read: {error.strerror or error}")
+            raise self._refusal(f"it cannot be read: {error.strerror or error}") from error
         data = torch.frombuffer(mapped, dtype=torch.uint8)
         end = max(tensor.offset + tensor.num_bytes for tensor in self._by_name.values())
         if end > data.numel():

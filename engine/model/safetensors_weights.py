@@ -78,7 +78,7 @@ class SafetensorsSource:
                 self._handles[tensor.file] = safe_open(str(tensor.file), framework="pt")
             target.copy_(self._handles[tensor.file].get_tensor(name))
         except (SafetensorError, OSError) as error:
-            raise _refusal(tensor.file, str(error))
+            raise _refusal(tensor.file, str(error)) from error
 
     def _is_ignored(self, name: str) -> bool:
         return name.endswith(_IGNORED_SUFFIXES) or (self._tied and name == "lm_head.weight")
@@ -142,7 +142,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 )
             header = _json_object(path, file.read(length))
     except OSError as error:
-        raise _refusal(path, f"it cannot be read: {error.strerror or error}")
+        raise _refusal(path, f"it cannot be read: {error.strerror or error}") from error
     header.pop("__metadata__", None)
     tensors = {name: _parse_entry(path, name, entry) for name, entry in header.items()}
     _check_layout(path, tensors, size - 8 - length)
@@ -186,8 +186,8 @@ def _check_layout(path: Path, tensors: dict[str, StoredTensor], data_bytes: int)
 def _json_object(path: Path, content: bytes) -> dict[str, object]:
     try:
         value = json.loads(content)
-    except (ValueError, RecursionError):
-        raise _refusal(path, "its JSON header cannot be parsed: it is truncated or damaged")
+    except (ValueError, RecursionError) as error:
+        raise _refusal(path, "its JSON header cannot be parsed: it is truncated or damaged") from error
     if not isinstance(value, dict):
         raise _refusal(path, f"its JSON header is a {type(value).__name__}, not an object")
     return value
