@@ -1,5 +1,6 @@
 """What a drafter hands to the engine: a value, never a side effect. B = rows asked for, W = max_draft_len, V = vocabulary."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,5 +32,22 @@ def empty_draft(num_rows: int, max_draft_len: int, device: torch.device) -> Draf
         probs=None,
         roots=None,
         sources=torch.zeros(num_rows, dtype=torch.int8, device=device),
+        num_forwards=0,
+    )
+
+
+def host_draft(proposals: Sequence[Sequence[int]], max_draft_len: int, probs: torch.Tensor | None = None) -> Draft:
+    """A chain per row from lists on the host; `probs` float32 [B, W, V] or None. Entries past a length are zero."""
+    tokens = torch.zeros(len(proposals), max_draft_len, dtype=torch.int32)
+    for index, proposed in enumerate(proposals):
+        if proposed:
+            tokens[index, : len(proposed)] = torch.tensor(proposed, dtype=torch.int32)
+    return Draft(
+        tokens=tokens,
+        lengths=torch.tensor([len(proposed) for proposed in proposals], dtype=torch.int32),
+        parents=None,
+        probs=probs,
+        roots=None,
+        sources=torch.zeros(len(proposals), dtype=torch.int8),
         num_forwards=0,
     )

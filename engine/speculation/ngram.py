@@ -8,9 +8,7 @@ step; here the tables make a step O(lookup_max) whatever the context.
 
 from collections.abc import Sequence
 
-import torch
-
-from engine.speculation.draft import Draft
+from engine.speculation.draft import Draft, host_draft
 from engine.speculation.speculator import Capabilities, DraftRow, Speculator
 
 DEFAULT_NUM_DRAFT_TOKENS = 5
@@ -32,23 +30,7 @@ class NgramSpeculator(Speculator):
         self._tables[row] = table
 
     def propose(self, rows: Sequence[DraftRow]) -> Draft:
-        width = self.capabilities.max_draft_len
-        tokens = torch.zeros(len(rows), width, dtype=torch.int32)
-        lengths = [0] * len(rows)
-        for index, row in enumerate(rows):
-            proposed = self._lookup(row)
-            lengths[index] = len(proposed)
-            if proposed:
-                tokens[index, : len(proposed)] = torch.tensor(proposed, dtype=torch.int32)
-        return Draft(
-            tokens=tokens,
-            lengths=torch.tensor(lengths, dtype=torch.int32),
-            parents=None,
-            probs=None,
-            roots=None,
-            sources=torch.zeros(len(rows), dtype=torch.int8),
-            num_forwards=0,
-        )
+        return host_draft([self._lookup(row) for row in rows], self.capabilities.max_draft_len)
 
     def end(self, row: int) -> None:
         self._tables.pop(row, None)
