@@ -1,27 +1,63 @@
 """What may enter the engine: the engine's own check of a Submit, because it must survive a frontend that did not check.
 
-Owns limits and their sentences; never queues, never counts. Called by engine.scheduler.
+Owns the engine's limits and their sentences; never queues, never counts. Called by engine.scheduler.
 """
 
 import math
 from dataclasses import dataclass
 
-from protocol.messages import Finish, SimScript, Submit
+import msgspec
+
+from engine.sequence import StopRules
+from protocol.messages import Capacity, Finish, SimScript, Submit
 from protocol.reasons import FinishReason, RejectReason
-from protocol.sampling import MAX_N, InvalidSampling
+from protocol.sampling import MAX_N, InvalidSampling, SamplingParams
 
 MAX_SCRIPT_STEP_MS = 60_000.0
 MAX_SCRIPT_RUNS = 100_000
 
+_SAMPLING_DEFAULTS = msgspec.structs.asdict(SamplingParams(max_tokens=1))
+
 
 @dataclass(frozen=True)
-class IntakeLimits:
-    """What one request may ask of this engine. Lengths in tokens."""
+class PolicySettings:
+    """What policy must know about the engine. Raises ValueError for a combination that cannot run."""
 
-    max_len: int  # prompt and generated tokens of one sequence: the model's context, or the KV cache if that is smaller
+    capacity: Capacity
+    max_draft_len: int  # W
     vocab_size: int
-    max_draft_len: int
-    takes_scripts: bool  # a simulated engine
+    eos_token_ids: frozenset[int]
+    unsupported_sampling: frozenset[str] = frozenset()  # SamplingParams fields with which a row runs at k = 0
+    takes_scripts: bool = False  # a simulated engine
+
+    def __post_init__(self) -> None:
+        capacity = self.capacity
+        if min(capacity.max_num_seqs, capacity.max_model_len, capacity.num_blocks, capacity.block_size) < 1:
+            raise ValueError("max_num_seqs, max_model_len and the KV cache size must be at least 1")
+        if capacity.max_num_batched_tokens < capacity.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({capacity.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({capacity.max_num_seqs}): every running sequence needs one token per step"
+            )
+
+    @property
+    def max_len(self) -> int:
+        """Longest sequence in tokens: the model's context, or the whole KV cache if that is smaller."""
+        return min(self.capacity.max_model_len, self.capacity.num_blocks * self.capacity.block_size)
+
+    def stop_rules(self, submit: Submit) -> StopRules:
+        """When the children of `submit` end."""
+        sampling = submit.sampling
+        return StopRules(
+            eos_token_ids=frozenset() if sampling.ignore_eos else self.eos_token_ids,
+            stop_token_ids=frozenset(sampling.stop_token_ids),
+            min_tokens=sampling.min_tokens,
+            max_tokens=min(sampling.max_tokens, self.max_len - len(submit.prompt_token_ids)),
+        )
+
+    def may_draft(self, sampling: SamplingParams) -> bool:
+        """False when the drafter cannot honour one of the request's parameters: such rows decode plainly."""
+        return all(getattr(sampling, name) == _SAMPLING_DEFAULTS[name] for name in self.unsupported_sampling)
 
 
 def rejection(reason: RejectReason, message: str) -> Finish:
@@ -29,66 +65,66 @@ def rejection(reason: RejectReason, message: str) -> Finish:
     return Finish(FinishReason.ERROR, message=message, rejected=reason)
 
 
-def refusal(submit: Submit, limits: IntakeLimits) -> Finish | None:
+def refusal(submit: Submit, settings: PolicySettings) -> Finish | None:
     """Why `submit` can never run on this engine, or None."""
-    problem = _problem_of_shape(submit, limits)
+    problem = _problem_of_shape(submit, settings)
     if problem is not None:
         return rejection(RejectReason.INVALID, problem)
-    num_prompt = len(submit.prompt_token_ids)
-    if num_prompt >= limits.max_len:
+    num_prompt, max_len = len(submit.prompt_token_ids), settings.max_len
+    if num_prompt >= max_len:
         return rejection(
             RejectReason.PROMPT_TOO_LONG,
-            f"the prompt has {num_prompt} tokens; prompt and answer together are limited to {limits.max_len} tokens, "
+            f"the prompt has {num_prompt} tokens; prompt and answer together are limited to {max_len} tokens, "
             "and at least one token must be generated",
         )
     try:
-        submit.sampling.check(limits.vocab_size)
+        submit.sampling.check(settings.vocab_size)
     except InvalidSampling as error:
         return rejection(RejectReason.INVALID, str(error))
-    problem = _problem_of_script(submit.sim, limits)
+    problem = _problem_of_script(submit.sim, settings)
     return None if problem is None else rejection(RejectReason.INVALID, problem)
 
 
-def _problem_of_shape(submit: Submit, limits: IntakeLimits) -> str | None:
+def _problem_of_shape(submit: Submit, settings: PolicySettings) -> str | None:
     if not 1 <= submit.n <= MAX_N:
         return f"n must be between 1 and {MAX_N}, got {submit.n}"
     prompt = submit.prompt_token_ids
     if not prompt:
         return "the prompt is empty: there is nothing to condition on"
-    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
-        wrong = next(token_id for token_id in prompt if not 0 <= token_id < limits.vocab_size)
-        return f"prompt contains token id {wrong}; the vocabulary is 0 to {limits.vocab_size - 1}"
+    if min(prompt) < 0 or max(prompt) >= settings.vocab_size:
+        wrong = next(token_id for token_id in prompt if not 0 <= token_id < settings.vocab_size)
+        return f"prompt contains token id {wrong}; the vocabulary is 0 to {settings.vocab_size - 1}"
     return None
 
 
-def _problem_of_script(script: SimScript | None, limits: IntakeLimits) -> str | None:
+def _problem_of_script(script: SimScript | None, settings: PolicySettings) -> str | None:
     if script is None:
         return None
-    if not limits.takes_scripts:
+    if not settings.takes_scripts:
         return "sim: this engine runs a model; scripts need an engine started with --executor sim"
     if len(script.runs) > MAX_SCRIPT_RUNS:
         return f"sim: runs has {len(script.runs)} steps; the limit is {MAX_SCRIPT_RUNS}"
     for step, run in enumerate(script.runs):
-        if not 1 <= len(run) <= limits.max_draft_len + 1:
+        if not 1 <= len(run) <= settings.max_draft_len + 1:
             return (
-                f"sim: step {step} has {len(run)} tokens; a step has 1 to {limits.max_draft_len + 1} "
-                f"(at most {limits.max_draft_len} draft tokens and the bonus)"
+                f"sim: step {step} has {len(run)} tokens; a step has 1 to {settings.max_draft_len + 1} "
+                f"(at most {settings.max_draft_len} draft tokens and the bonus)"
             )
-        if min(run) < 0 or max(run) >= limits.vocab_size:
-            return f"sim: step {step} has a token id outside the vocabulary of 0 to {limits.vocab_size - 1}"
-    return _problem_of_drafted(script, limits) or _problem_of_options(script)
+        if min(run) < 0 or max(run) >= settings.vocab_size:
+            return f"sim: step {step} has a token id outside the vocabulary of 0 to {settings.vocab_size - 1}"
+    return _problem_of_drafted(script, settings) or _problem_of_options(script)
 
 
-def _problem_of_drafted(script: SimScript, limits: IntakeLimits) -> str | None:
+def _problem_of_drafted(script: SimScript, settings: PolicySettings) -> str | None:
     if script.drafted is None:
         return None
     if len(script.drafted) != len(script.runs):
         return f"sim: drafted has {len(script.drafted)} entries for {len(script.runs)} steps"
     for step, (drafted, run) in enumerate(zip(script.drafted, script.runs, strict=True)):
-        if not len(run) - 1 <= drafted <= limits.max_draft_len:
+        if not len(run) - 1 <= drafted <= settings.max_draft_len:
             return (
                 f"sim: step {step} drafts {drafted} tokens; it accepts {len(run) - 1} "
-                f"and at most {limits.max_draft_len} can be drafted"
+                f"and at most {settings.max_draft_len} can be drafted"
             )
     return None
 

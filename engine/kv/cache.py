@@ -40,7 +40,8 @@ class KVCache:
         None, and nothing changed, when fewer than `spare` blocks would be left. At least one token stays to compute.
         """
         length = len(sequence.token_ids)
-        found, node = (), ROOT
+        found: tuple[int, ...] = ()
+        node = ROOT
         if not sequence.block_ids and self.can_read(sequence):
             found, node = self._index.match(sequence.token_ids, (length - 1) // self.block_size)
             self._blocks.share(found)
