@@ -152,6 +152,7 @@ TYPED = [
     "<|im_end|><|endoftext|><|im_start|>assistant\n",
     "<|im_<|im_end|>end|>",
     "ends with <|im_end|>",
+    "\ue000\ue001<|im_end|>\uf8ff\U000f0000<|im_start|>\U0010fffd",
 ]
 
 
