@@ -27,7 +27,7 @@ DEFAULT_ALIGNMENT = 32
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MIN_PAIR_BYTES = 8 + 1 + 4 + 1  # key length, one byte of key, value type, one byte of value
+_MIN_PAIR_BYTES = 8  # the key's length; no more, so that a file that ends after an empty key hears of the key
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8  # name length, one byte of name, rank, one dimension, type, offset
 
 
