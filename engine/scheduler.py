@@ -7,35 +7,19 @@ never answers: that is the ledger's, reached through `Accounts`. Called by engin
 import bisect
 import heapq
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import msgspec
 
+from engine.accounts import Accounts
 from engine.intake import PolicySettings, refusal, rejection
 from engine.kv.cache import KVCache
 from engine.plan import RowBegin, RowCommit, Span, SpanKind, StepPlan
 from engine.queue import WaitingQueue
-from engine.sequence import ChildKey, Committed, Gone, Outcome, Sequence
-from protocol.messages import Close, Detach, Finish, Load, Submit
+from engine.sequence import Arrival, ChildKey, Committed, Outcome, Sequence
+from protocol.messages import Close, Finish, Load, Submit
 from protocol.reasons import FinishReason, RejectReason
 
-Arrival = tuple[str, Submit | Close | Detach | Gone]
-
 DEADLINE_PASSED = "the request's deadline passed before it was finished"
-
-
-class Accounts(Protocol):
-    """What the scheduler tells the ledger. Each call answers the client or counts; none of them changes a sequence."""
-
-    def open(self, sequence: Sequence) -> None: ...
-    def reject(self, frontend_id: str, submit: Submit, finish: Finish) -> None: ...
-    def is_open(self, key: ChildKey) -> bool: ...
-    def refuse_duplicate(self, frontend_id: str, submit: Submit) -> None: ...
-    def close(self, frontend_id: str, close: Close) -> list[ChildKey]: ...
-    def end(self, key: ChildKey, finish: Finish) -> None: ...
-    def drop(self, frontend_id: str) -> None: ...
-    def scheduled(self, sequence: Sequence, num_queried: int, num_hit: int) -> None: ...
-    def retracted(self, sequence: Sequence) -> None: ...
 
 
 class Scheduler:
@@ -95,7 +79,7 @@ class Scheduler:
             self._remove(key)
 
     def _submit(self, frontend_id: str, submit: Submit) -> None:
-        if self._accounts.is_open(ChildKey(frontend_id, submit.request_id, 0)):
+        if self._accounts.is_open(frontend_id, submit.request_id):
             self._accounts.refuse_duplicate(frontend_id, submit)
             return
         finish = refusal(submit, self._settings) or self._overload(submit)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from protocol.messages import Finish, SimScript, Submit
+from protocol.messages import Close, Detach, Finish, SimScript, Submit
 from protocol.reasons import FinishReason
 
 SEED_RANGE = 2**63
@@ -30,6 +30,9 @@ class Gone:
 
     frontend_id: str
     reason: str
+
+
+Arrival = tuple[str, Submit | Close | Detach | Gone]  # (frontend_id, message): what the wire hands to the core
 
 
 @dataclass(frozen=True)
