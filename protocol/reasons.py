@@ -63,6 +63,7 @@ class DetachReason(IntEnum):
     BEHIND = 3  # too many steps not acknowledged, or the send queue is full
     DUPLICATE = 4
     SHUTDOWN = 5
+    FULL = 6  # as many frontends as the engine serves
 
     @property
     def sentence(self) -> str:
@@ -76,4 +77,5 @@ _DETACH_SENTENCES = {
     DetachReason.BEHIND: "the frontend read too slowly and fell too far behind",
     DetachReason.DUPLICATE: "another frontend is attached under the same id",
     DetachReason.SHUTDOWN: "the engine is shutting down",
+    DetachReason.FULL: "the engine serves as many frontends as it can",
 }

@@ -1,0 +1,146 @@
+"""What the I/O thread hands to the step thread, and how one wakes the other.
+
+Owns the queue of arrivals, the view of closes not yet drained, and the paused set. Never touches a zmq socket and never
+decides anything. engine.wire fills it, engine.core drains it (it is core's `Inbox`).
+"""
+
+import contextlib
+import select
+import socket
+import threading
+from collections import Counter, deque
+
+from engine.sequence import Gone
+from protocol.messages import Close, Detach, Submit
+
+Arrival = tuple[str, Submit | Close | Detach | Gone]
+
+
+class WireFailure(RuntimeError):
+    """The I/O thread died: nobody can be told anything any more, so the engine must end."""
+
+
+class Waker:
+    """A bell between threads that a poll can wait on. `ring` is safe from signal handlers and any thread.
+
+    Rings before a `clear` merge into one. Whoever rings changes its data first; whoever clears looks at it afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._is_ringing = False
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def ring(self) -> None:
+        if not self._is_ringing:
+            self._is_ringing = True
+            try:
+                self._writer.send(b"\0")
+            except (BlockingIOError, OSError):
+                self._is_ringing = False  # full (it rings already) or closed (nobody waits)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(4096)
+        self._is_ringing = False
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Sleep until rung or until the time is up; then clear."""
+        select.select([self._reader], [], [], timeout_s)
+        self.clear()
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+
+class Mailbox:
+    """core's `Inbox`. `put`, `set_paused`, `touch` and `fail` are the I/O thread's; the rest is the step thread's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waker = Waker()
+        self._arrivals: deque[Arrival] = deque()
+        self._closes: set[tuple[str, int, int]] = set()
+        self._num_pending: Counter[str] = Counter()
+        self._paused: frozenset[str] = frozenset()
+        self._is_touched = False
+        self._failure: BaseException | None = None
+
+    # ---- I/O thread ----
+
+    def put(self, frontend_id: str, message: Submit | Close | Detach | Gone) -> int:
+        """Queue one arrival; returns how many of this frontend now wait. Call `ring` after a batch."""
+        with self._lock:
+            self._arrivals.append((frontend_id, message))
+            self._num_pending[frontend_id] += 1
+            if isinstance(message, Close):
+                self._closes.add((frontend_id, message.request_id, message.index))
+            return self._num_pending[frontend_id]
+
+    def set_paused(self, paused: frozenset[str]) -> None:
+        if paused != self._paused:
+            self._paused = paused
+            self.touch()
+
+    def touch(self) -> None:
+        """Something besides arrivals deserves a step: the paused set, or the wire's own counters."""
+        self._is_touched = True
+        self._waker.ring()
+
+    def fail(self, error: BaseException) -> None:
+        self._failure = error
+        self._waker.ring()
+
+    # ---- step thread ----
+
+    def drain(self) -> list[Arrival]:
+        """Every message that arrived, in order. Raises `WireFailure`."""
+        self._raise_failure()
+        if not self._arrivals:
+            return []
+        with self._lock:
+            arrivals = list(self._arrivals)
+            self._arrivals.clear()
+            self._closes.clear()
+            self._num_pending.clear()
+        return arrivals
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Sleep until there is something to do (True), `wake` was called, or time is up. Raises `WireFailure`."""
+        if not self._has_work():
+            self._waker.wait(timeout_s)
+        self._raise_failure()
+        has_work = self._has_work()
+        self._is_touched = False
+        return has_work
+
+    def wake(self) -> None:
+        self._waker.ring()
+
+    def ring(self) -> None:
+        self._waker.ring()
+
+    def peek_closes(self) -> set[tuple[str, int, int]]:
+        """(frontend_id, request_id, index) of every Close that waits; a copy."""
+        if not self._closes:
+            return set()
+        with self._lock:
+            return set(self._closes)
+
+    def paused(self) -> frozenset[str]:
+        return self._paused
+
+    def close(self) -> None:
+        self._waker.close()
+
+    def _has_work(self) -> bool:
+        return bool(self._arrivals) or self._is_touched
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise WireFailure(f"the wire failed: {self._failure!r}") from self._failure
