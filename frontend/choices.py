@@ -14,6 +14,8 @@ from frontend.tokenizer import Tokenizer
 from protocol.messages import Finish, PromptReport, SequenceOutput, TokenLogprobs
 from protocol.reasons import CloseReason, FinishReason
 
+_UNNATURAL = (FinishReason.ERROR, FinishReason.ABORT)
+
 
 @dataclass(frozen=True, slots=True)
 class TextSettings:
@@ -57,6 +59,14 @@ class Piece:
     entries: list[TokenEntry] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    is_first: bool = True  # of its child
+
+    def append(self, later: "Piece") -> None:
+        """Join the piece that came after this one."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.entries += later.entries
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
 class _State(Enum):
@@ -104,14 +114,15 @@ class Choice:
         if output.prompt is not None:
             self.prompt = output.prompt
         if self._state is _State.CLOSING:
-            # Tokens behind the end are dropped; a finish without tokens is the answer to our Close.
-            if output.finish is not None and not output.token_ids:
+            # Tokens behind the end are dropped. A finish without tokens is the answer to our Close; one with tokens is
+            # a natural end that crossed with it.
+            if output.finish is not None and (not output.token_ids or output.finish.reason in _UNNATURAL):
                 self._state = _State.CLOSED
             return None
         if self._state is _State.CLOSED:
             return None
         finish = output.finish
-        if finish is not None and finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
+        if finish is not None and finish.reason in _UNNATURAL:
             self.failure = finish
             self._state = _State.CLOSED
             return None
@@ -125,7 +136,7 @@ class Choice:
             return None
         if not pending.text and pending.finish_reason is None:
             return None  # tokens whose text is held back ride on the next piece
-        self._pending = Piece()
+        self._pending = Piece(is_first=False)
         return pending
 
     def give_up_waiting(self) -> None:

@@ -147,8 +147,6 @@ class Generation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, ApiError | asyncio.CancelledError | ConnectionError):
-            self._end_reason = "error"
         for running in self._running:
             if running.task is not None:
                 running.task.cancel()
@@ -178,15 +176,15 @@ class Generation:
         live = [running for running in self._running if not running.is_over]
         if not live:
             return []
-        arrived = await self._next(live)
-        if not arrived:
-            return self._give_up_waiting(live)
-        now_s = self.clock()
-        moved: dict[int, Choice] = {}
-        for running, outputs in arrived:
-            for choice in self._apply(running, outputs, now_s):
-                moved[choice.index] = choice
-        return list(moved.values())
+        try:
+            arrived = await self._next(live)
+            if not arrived:
+                return self._give_up_waiting(live)
+            now_s = self.clock()
+            return [choice for running, outputs in arrived for choice in self._apply(running, outputs, now_s)]
+        except Exception:
+            self._end_reason = "error" if self._end_reason == "abort" else self._end_reason
+            raise
 
     async def _next(self, live: list[_Running]) -> list[tuple[_Running, list[SequenceOutput]]]:
         """Outputs that have arrived; empty when the engine owes nothing but answers and is late with them."""
@@ -206,6 +204,8 @@ class Generation:
         return arrived
 
     def _apply(self, running: _Running, outputs: list[SequenceOutput], now_s: float) -> list[Choice]:
+        if not outputs:
+            raise RuntimeError("the engine client ended a stream whose children are open")
         by_child: dict[int, list[SequenceOutput]] = {}
         for output in outputs:
             by_child.setdefault(output.index, []).append(output)
@@ -247,8 +247,7 @@ class Generation:
                 return ApiError(400, message)
             self.metrics.rejected(_REJECTION_LABELS[finish.rejected])
             return overloaded(message)
-        self._end_reason = finish.reason.label
-        self._record(running, child, self._end_reason)
+        self._record(running, child, finish.reason.label)
         if finish.reason is FinishReason.ABORT:
             return overloaded(finish.message or "the engine ended this request early")
         return ApiError(500, message)
