@@ -6,17 +6,16 @@ Owns the engine's limits and their sentences; never queues, never counts. Called
 import math
 from dataclasses import dataclass
 
-import msgspec
-
 from engine.sequence import StopRules
+from engine.waiting import WaitingQueue
 from protocol.messages import Capacity, Finish, SimScript, Submit
 from protocol.reasons import FinishReason, RejectReason
-from protocol.sampling import MAX_N, InvalidSampling, SamplingParams
+from protocol.sampling import MAX_N, InvalidSampling
+
+DEADLINE_PASSED = "the request's deadline passed before it was finished"
 
 MAX_SCRIPT_STEP_MS = 60_000.0
 MAX_SCRIPT_RUNS = 100_000
-
-_SAMPLING_DEFAULTS = msgspec.structs.asdict(SamplingParams(max_tokens=1))
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,6 @@ class PolicySettings:
             max_tokens=min(sampling.max_tokens, self.max_len - len(submit.prompt_token_ids)),
         )
 
-    def may_draft(self, sampling: SamplingParams) -> bool:
-        """False when the drafter cannot honour one of the request's parameters: such rows decode plainly."""
-        return all(getattr(sampling, name) == _SAMPLING_DEFAULTS[name] for name in self.unsupported_sampling)
-
 
 def rejection(reason: RejectReason, message: str) -> Finish:
     """How a request ends that is refused without running."""
@@ -83,6 +78,22 @@ def refusal(submit: Submit, settings: PolicySettings) -> Finish | None:
         return rejection(RejectReason.INVALID, str(error))
     problem = _problem_of_script(submit.sim, settings)
     return None if problem is None else rejection(RejectReason.INVALID, problem)
+
+
+def overload(submit: Submit, capacity: Capacity, waiting: WaitingQueue, num_free_rows: int) -> Finish | None:
+    """Why `submit` may not wait now, or None. A request that a free row takes at once does not wait."""
+    if submit.remaining_ns is not None and submit.remaining_ns <= 0:
+        return rejection(RejectReason.EXPIRED, DEADLINE_PASSED)
+    if len(waiting) >= capacity.max_num_queued_requests + num_free_rows:
+        limit = capacity.max_num_queued_requests
+        return rejection(RejectReason.QUEUE_FULL, f"{limit} requests are waiting already; try again later")
+    queued = waiting.num_tokens + len(submit.prompt_token_ids)
+    if len(waiting) >= num_free_rows and queued > capacity.max_num_queued_tokens:
+        return rejection(
+            RejectReason.QUEUED_TOKENS_FULL,
+            f"the waiting prompts would hold {queued} tokens; the limit is {capacity.max_num_queued_tokens}",
+        )
+    return None
 
 
 def _problem_of_shape(submit: Submit, settings: PolicySettings) -> str | None:

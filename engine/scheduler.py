@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from engine.accounts import Accounts
-from engine.intake import PolicySettings, refusal, rejection
+from engine.intake import DEADLINE_PASSED, PolicySettings, overload, refusal, rejection
 from engine.kv.cache import KVCache
 from engine.plan import RowBegin, RowCommit, Span, SpanKind, StepPlan
-from engine.queue import WaitingQueue
 from engine.sequence import Arrival, ChildKey, Committed, Outcome, Sequence
+from engine.speculation.budget import DraftLimits, draft_budget
+from engine.waiting import WaitingQueue
 from protocol.messages import Close, Finish, Load, Submit
 from protocol.reasons import FinishReason, RejectReason
-
-DEADLINE_PASSED = "the request's deadline passed before it was finished"
 
 
 class Scheduler:
@@ -39,6 +38,7 @@ class Scheduler:
         self._accounts = accounts
         self._now_ns = now_ns
         self._draw_seed = draw_seed
+        self._draft_limits = DraftLimits(settings.max_draft_len, settings.max_len, settings.unsupported_sampling)
         self._cache = KVCache(capacity.num_blocks, capacity.block_size, capacity.prefix_caching)
         # Blocks an admission leaves free, so that running rows can grow before somebody is preempted again.
         self._spare_blocks = max(1, capacity.num_blocks // 100)
@@ -97,22 +97,9 @@ class Scheduler:
             self._followers[children[0].key] = children[1:]
 
     def _overload(self, submit: Submit) -> Finish | None:
-        """Why this request may not wait now. A request that a free row takes at once does not wait."""
-        capacity = self._capacity
         if self.is_draining:
             return rejection(RejectReason.DRAINING, "the engine is shutting down and takes no new requests")
-        if submit.remaining_ns is not None and submit.remaining_ns <= 0:
-            return rejection(RejectReason.EXPIRED, DEADLINE_PASSED)
-        if len(self._waiting) >= capacity.max_num_queued_requests + len(self._free_rows):
-            limit = capacity.max_num_queued_requests
-            return rejection(RejectReason.QUEUE_FULL, f"{limit} requests are waiting already; try again later")
-        queued = self._waiting.num_tokens + len(submit.prompt_token_ids)
-        if self._waiting and queued > capacity.max_num_queued_tokens:
-            return rejection(
-                RejectReason.QUEUED_TOKENS_FULL,
-                f"the waiting prompts would hold {queued} tokens; the limit is {capacity.max_num_queued_tokens}",
-            )
-        return None
+        return overload(submit, self._capacity, self._waiting, len(self._free_rows))
 
     def _children(self, frontend_id: str, submit: Submit) -> list[Sequence]:
         sampling = submit.sampling
@@ -125,7 +112,6 @@ class Scheduler:
             key = ChildKey(frontend_id, submit.request_id, index)
             child = Sequence(key, submit, rules, seed, self._num_arrivals)
             child.queued_ns = now_ns
-            child.may_draft = self._settings.may_draft(sampling)
             if submit.remaining_ns is not None:
                 child.deadline_ns = now_ns + submit.remaining_ns
             children.append(child)
@@ -218,11 +204,8 @@ class Scheduler:
         length = len(sequence.token_ids)
         if sequence.sim is not None:
             return min(self._settings.max_draft_len, sequence.num_remaining - 1)
-        if share <= 0 or not sequence.may_draft:
-            return 0
-        num_draft = min(
-            self._settings.max_draft_len, sequence.num_remaining - 1, share, self._cache.room(sequence) - length
-        )
+        room = min(share, self._cache.room(sequence) - length)
+        num_draft = draft_budget(self._draft_limits, sequence.sampling, length, sequence.num_prompt, room)
         if num_draft and not self._cache.grow(sequence, length + num_draft):
             raise RuntimeError(f"{num_draft} draft slots were counted as free and are not")
         return num_draft

@@ -68,7 +68,6 @@ class Sequence:
         "is_decoding",
         "is_prompt_done",
         "key",
-        "may_draft",
         "num_computed",
         "num_prompt",
         "num_seen",
@@ -102,7 +101,6 @@ class Sequence:
         self.num_seen = 0  # most positions ever computed: what a recompute repeats lies below
         self.is_prompt_done = False
         self.is_decoding = False  # everything but the root is computed: the next span is a round
-        self.may_draft = True
         self.row: int | None = None
         self.block_ids: tuple[int, ...] = ()
         self.prefix_node = 0  # deepest node of the prefix index on this sequence's path

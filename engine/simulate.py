@@ -189,6 +189,7 @@ class SimExecutor(Executor):
         )
 
     def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
+        num_top = min(num_top, self._settings.vocab_size)
         top_ids = tuple([(token_id + rank) % self._settings.vocab_size for rank in range(num_top)])
         top_logprobs = tuple([-(rank + 1) * math.log(2) for rank in range(num_top)])
         return TokenLogprobs(logprob=-math.log(2), rank=1, top_ids=top_ids, top_logprobs=top_logprobs)
