@@ -89,7 +89,8 @@ class Mailbox:
 
     def touch(self) -> None:
         """Something besides arrivals deserves a step: the paused set, or the wire's own counters."""
-        self._is_touched = True
+        with self._lock:
+            self._is_touched = True
         self._waker.ring()
 
     def fail(self, error: BaseException) -> None:
@@ -112,11 +113,12 @@ class Mailbox:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Sleep until there is something to do (True), `wake` was called, or time is up. Raises `WireFailure`."""
-        if not self._has_work():
+        if not (self._arrivals or self._is_touched):
             self._waker.wait(timeout_s)
         self._raise_failure()
-        has_work = self._has_work()
-        self._is_touched = False
+        with self._lock:
+            has_work = bool(self._arrivals) or self._is_touched
+            self._is_touched = False
         return has_work
 
     def wake(self) -> None:
@@ -137,9 +139,6 @@ class Mailbox:
 
     def close(self) -> None:
         self._waker.close()
-
-    def _has_work(self) -> bool:
-        return bool(self._arrivals) or self._is_touched
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

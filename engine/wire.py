@@ -91,6 +91,8 @@ class Wire:
         self._bell.ring()
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
+        self._bell.close()
+        self._mailbox.close()
 
     # ---- Inbox (step thread) ----
 
@@ -133,7 +135,6 @@ class Wire:
         finally:
             if self._context is not None:
                 self._context.destroy(linger=LINGER_MS)
-            self._bell.close()
 
 
 class _Switchboard:

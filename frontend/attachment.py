@@ -49,6 +49,7 @@ class Attachment:
     def __init__(self, observe: Observe, expectation: Expectation) -> None:
         self.hello: Hello | None = None
         self.mismatch: str | None = None
+        self.is_known_to_engine = False
         self.streams: dict[int, Stream] = {}
         self.applied_step = 0
         self._observe = observe
@@ -58,6 +59,7 @@ class Attachment:
     def apply(self, message: FromEngine) -> None:
         """Take in one message. Raises `Lost`."""
         if isinstance(message, Detached):
+            self.is_known_to_engine = False
             self._observe(message)
             if message.reason is DetachReason.SCHEMA:
                 self.mismatch = message.reason.sentence
@@ -90,6 +92,7 @@ class Attachment:
     def _apply_hello(self, hello: Hello) -> None:
         if self.hello is not None:
             return  # a repetition says nothing new
+        self.is_known_to_engine = True
         self.mismatch = self._expectation.mismatch(hello)
         if self.mismatch is not None:
             raise Lost(self.mismatch)

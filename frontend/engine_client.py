@@ -243,11 +243,7 @@ class _Connection:
 
     def send(self, message: FromFrontend) -> bool:
         """Queue one message. False when the connection is lost or takes no more."""
-        if self._socket.closed or self.lost.done():
-            return False
-        try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
+        if self._socket.closed or self.lost.done() or not self._transmit(message):
             return False
         self._sent_at = self._loop.time()
         self._loop.call_soon(self._read)  # sending may have taken the descriptor's edge
@@ -261,14 +257,21 @@ class _Connection:
         """Say goodbye if the engine still listens, and free the sockets. Idempotent."""
         if self._socket.closed:
             return
-        if self.attachment.hello is not None:
-            self.send(Detach())
+        if self._is_connected and self.attachment.is_known_to_engine:
+            self._transmit(Detach())  # also after a loss of ours: what the engine still runs for us must end
         for descriptor in self._descriptors:
             self._loop.remove_reader(descriptor)
         self._ticker.cancel()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=LINGER_MS)
+
+    def _transmit(self, message: FromFrontend) -> bool:
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def _read(self) -> None:
         """Take everything both sockets hold, then acknowledge once."""
@@ -308,6 +311,7 @@ class _Connection:
             self._heard_at = self._loop.time()
             self.send(Attach(self._frontend_id, SCHEMA_VERSION))
         elif event == zmq.Event.DISCONNECTED and self._is_connected:
+            self._is_connected = False
             self._read_messages()  # what it said last may be the reason
             raise Lost("the connection was closed")
 
