@@ -127,20 +127,13 @@ class Generation:
     async def __aenter__(self) -> "Generation":
         job = self.job
         self._submitted_s = self.clock()
-        for prompt in job.prompts:
-            stream = self.client.submit(
-                prompt.token_ids,
-                prompt.sampling,
-                job.n,
-                awaits_close=job.settings.awaits_close,
-                sim=job.sim,
-                remaining_ns=None,
-                priority=job.priority,
-            )
-            first = len(self.choices)
-            choices = [Choice(first + child, self.tokenizer, job.settings) for child in range(job.n)]
-            self.choices += choices
-            self._running.append(_Running(prompt, stream, choices, [_Times() for _ in choices]))
+        try:
+            for prompt in job.prompts:
+                self._submit(prompt)
+        except BaseException:
+            for running in self._running:  # all or nothing: a list of prompts is never half run
+                running.stream.abandon()
+            raise
         self.metrics.submitted(job.n, job.asked_max_tokens)
         return self
 
@@ -155,6 +148,22 @@ class Generation:
             for child in range(len(running.choices)):
                 self._record(running, child, self._end_reason)
         self.metrics.request_ended(max((choice.num_tokens for choice in self.choices), default=0))
+
+    def _submit(self, prompt: Prompt) -> None:
+        job = self.job
+        stream = self.client.submit(
+            prompt.token_ids,
+            prompt.sampling,
+            job.n,
+            awaits_close=job.settings.awaits_close,
+            sim=job.sim,
+            remaining_ns=None,
+            priority=job.priority,
+        )
+        first = len(self.choices)
+        choices = [Choice(first + child, self.tokenizer, job.settings) for child in range(job.n)]
+        self.choices += choices
+        self._running.append(_Running(prompt, stream, choices, [_Times() for _ in choices]))
 
     @property
     def completion_tokens(self) -> int:

@@ -4,6 +4,7 @@ Owns field names, types and the list of refusals. Never tokenises, never talks t
 turns the decoded fields into `SamplingParams`; `frontend.prompts` and `frontend.chat` read prompt and messages.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ from frontend.bodies import decode_body, decode_value
 from frontend.errors import clipped, invalid
 
 _ABSENT = msgspec.Raw(b"null")
+# Ids that go back into headers and bodies: no blanks, no quotes, no line ends.
+REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class StreamOptions(msgspec.Struct):
@@ -170,6 +173,8 @@ def decode_request(body: bytes, kind: type[_Request]) -> tuple[_Request, int]:
     if refused:
         _refuse_unsupported(body, refused)
     _check_stream_options(request)
+    if request.request_id is not None and not REQUEST_ID_PATTERN.fullmatch(request.request_id):
+        raise invalid("request_id must be 1 to 128 letters, digits or any of . _ : / + = -", "request_id")
     return request, len(others.difference(UNSUPPORTED, ACCEPTED_WITHOUT_EFFECT))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from frontend.connections import hurry_at_half_close
 from frontend.errors import ApiError
 
 PROBE_INTERVAL_S = 0.25  # after the client has closed its sending side, find out soon whether it still reads
@@ -28,9 +29,9 @@ _HEADERS = {
 class EventStream:
     """One response. Use as `async with`; nothing is sent before the first event or `ping_interval_s`."""
 
-    def __init__(self, request: web.Request, ping_interval_s: float, headers: Mapping[str, str]) -> None:
+    def __init__(self, request: web.Request, ping_interval_s: float) -> None:
         self._request = request
-        self._response = web.StreamResponse(status=200, headers={**_HEADERS, **headers})
+        self._response = web.StreamResponse(status=200, headers=_HEADERS)
         self._ping_interval_s = ping_interval_s
         self._starting = asyncio.Lock()
         self._is_writing = False
@@ -40,6 +41,7 @@ class EventStream:
 
     async def __aenter__(self) -> "EventStream":
         self._pinger = asyncio.create_task(self._ping(), name="sse keep-alive")
+        hurry_at_half_close(self._request, self.hurry)
         return self
 
     async def __aexit__(

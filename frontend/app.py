@@ -1,0 +1,170 @@
+"""The HTTP application: routes, and what every response has in common.
+
+Owns the route table, request ids, error bodies, the HTTP metrics and the listening socket. Never looks into a body. Built by
+`frontend.__main__` and by tests.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+
+from frontend import completions, health, tokenize
+from frontend.config import FrontendConfig
+from frontend.connections import ConnectionHandler, begin_serving, end_serving
+from frontend.errors import ApiError
+from frontend.openai import REQUEST_ID_PATTERN
+from frontend.server import REQUEST_ID, SERVER, Server
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+# As vLLM: pages that tools read all the time would drown the others.
+_UNMEASURED = frozenset({"/metrics", "/metrics/", "/metrics/engine", "/metrics/frontend", "/health", "/ready", "/ping"})
+CLIENT_GONE = 499  # nginx's number; in metrics only, nobody receives it
+
+
+def build_app(server: Server) -> web.Application:
+    app = web.Application(client_max_size=server.config.max_body_bytes, middlewares=[_common])
+    app[SERVER] = server
+    app.on_response_prepare.append(_add_headers)
+    app.router.add_post("/v1/completions", completions.completions)
+    app.router.add_post("/v1/chat/completions", completions.chat_completions)
+    app.router.add_get("/v1/models", health.models)
+    app.router.add_get("/v1/models/{model:.+}", health.model)
+    app.router.add_post("/tokenize", tokenize.tokenize)
+    app.router.add_post("/detokenize", tokenize.detokenize)
+    for path, handler in (
+        ("/health", health.health),
+        ("/ready", health.ready),
+        ("/ping", health.health),
+        ("/version", health.show_version),
+        ("/metrics", health.metrics),
+        ("/metrics/", health.metrics),
+        ("/metrics/engine", health.metrics_engine),
+        ("/metrics/frontend", health.metrics_frontend),
+    ):
+        app.router.add_get(path, handler)
+    return app
+
+
+class Listener:
+    """The application on a TCP port. `port` is the real one once started."""
+
+    def __init__(self, app: web.Application, config: FrontendConfig) -> None:
+        self._config = config
+        access_log = logging.getLogger("frontend.access") if config.access_log else None
+        self._connection_options: dict[str, Any] = {
+            "access_log": access_log,
+            "keepalive_timeout": config.keep_alive_s,
+        }
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+        self._server: asyncio.Server | None = None
+        self.port = config.port
+
+    async def start(self) -> None:
+        """Raises OSError when the port cannot be had."""
+        await self._runner.setup()
+        manager = self._runner.server
+        if manager is None:
+            raise RuntimeError("the runner has no server after setup")
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: ConnectionHandler(manager, loop=loop, **self._connection_options),
+            self._config.host,
+            self._config.port,
+            reuse_port=self._config.reuse_port or None,
+            backlog=1024,
+        )
+        bound: socket.socket = self._server.sockets[0]
+        self.port = bound.getsockname()[1]
+
+    async def stop_listening(self) -> None:
+        """Take no new connections; those open go on."""
+        if self._server is not None:
+            self._server.close()
+
+    async def stop(self) -> None:
+        """Cancel what still runs and close every connection."""
+        await self.stop_listening()
+        await self._runner.cleanup()
+
+
+@web.middleware
+async def _common(request: web.Request, handler: Handler) -> web.StreamResponse:
+    server = request.app[SERVER]
+    started_s = time.monotonic()
+    request[REQUEST_ID] = _request_id(request.headers.get("X-Request-Id"))
+    status = 500
+    begin_serving(request)
+    try:
+        response = await _answered(request, handler)
+        status = response.status
+        if server.admission.is_draining and not response.prepared:
+            response.force_close()
+        return response
+    except (asyncio.CancelledError, ConnectionError):
+        status = CLIENT_GONE
+        raise
+    finally:
+        end_serving(request)
+        route = _route(request)
+        if route not in _UNMEASURED:
+            method = request.method if request.method in _METHODS else "OTHER"
+            server.metrics.http(method, status, route, time.monotonic() - started_s)
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The handler's response, or the error it raised as OpenAI's error object."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _error_response(error)
+    except web.HTTPException as error:
+        return _error_response(_as_api_error(request, error), error)
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception:
+        logger.exception("request_failed route=%s", _route(request))
+        return _error_response(ApiError(500, "the server failed to answer this request"))
+
+
+def _as_api_error(request: web.Request, error: web.HTTPException) -> ApiError:
+    if error.status == 404:
+        return ApiError(404, "there is no such route on this server", code="not_found")
+    if error.status == 405:
+        return ApiError(405, f"{request.method[:20]} is not allowed on this route", code="method_not_allowed")
+    return ApiError(error.status, HTTPStatus(error.status).phrase)
+
+
+def _error_response(error: ApiError, source: web.HTTPException | None = None) -> web.Response:
+    response = web.Response(body=error.body(), status=error.status, content_type="application/json")
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(error.retry_after_s)
+    if source is not None and "Allow" in source.headers:
+        response.headers["Allow"] = source.headers["Allow"]
+    return response
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "drafthouse"  # without versions: they tell an attacker where to begin
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]
+
+
+def _request_id(given: str | None) -> str:
+    """The client's id when it is harmless to repeat, else one of ours."""
+    return given if given and REQUEST_ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
+
+
+def _route(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    return "none" if resource is None else resource.canonical

@@ -1,0 +1,101 @@
+"""What the handlers of one frontend process share.
+
+Owns nothing but the pairing: the engine client, the model's text side, the metrics and the limits. Built by `frontend.app`;
+read by `frontend.completions` and `frontend.health`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ParamSpec, Protocol, TypeVar
+
+from aiohttp import web
+
+from frontend.admission import Admission
+from frontend.bodies import LARGE_BODY_BYTES
+from frontend.config import FrontendConfig
+from frontend.engine_families import EngineView
+from frontend.errors import ApiError, clipped, overloaded
+from frontend.generation import Submitter
+from frontend.metrics import FrontendMetrics
+from frontend.text import Text
+from protocol.messages import Hello
+
+EMBEDDED = "embedded"
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Fenced(Protocol):
+    """The part of `FenceResult` that a scrape looks at."""
+
+    @property
+    def missed(self) -> bool: ...
+
+
+class Engine(Submitter, Protocol):
+    """What a frontend needs of `frontend.engine_client.EngineClient`."""
+
+    hello: Hello | None
+    down_reason: str | None
+
+    async def fence(self) -> Fenced: ...
+
+
+@dataclass(slots=True)
+class Server:
+    """`view` gives the newest snapshot of the engine, None before its first Hello."""
+
+    config: FrontendConfig
+    engine: Engine
+    text: Text
+    metrics: FrontendMetrics
+    admission: Admission
+    view: Callable[[], EngineView | None]
+    model_name: str
+    started_s: int  # unix time: `created` of the model
+
+    def hello(self) -> Hello:
+        """The attached engine's description. Raises ApiError(503)."""
+        hello = self.engine.hello
+        if hello is None:
+            self.metrics.rejected("engine_down")
+            raise overloaded(self.engine.down_reason or "no engine is attached")
+        self.metrics.attach(hello.engine_id, hello.model_name)
+        return hello
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError(404, model_not_found) unless `name` is the served model, its alias, or absent."""
+        aliases = {self.model_name, EMBEDDED} if self.config.model == EMBEDDED else {self.model_name}
+        if name is not None and name not in aliases:
+            raise ApiError(
+                404, f"the model {clipped(name)} does not exist; this server has {self.model_name!r}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+
+
+SERVER = web.AppKey("server", Server)
+REQUEST_ID = "drafthouse.request_id"
+
+
+async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Run `work` here, or in a thread when it handles so many bytes that other streams would notice."""
+    if size <= LARGE_BODY_BYTES:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
+
+
+async def read_body(request: web.Request, limit: int) -> bytes:
+    """The request's body. Raises ApiError(413) before reading one that says it is too large."""
+    length = request.content_length
+    if length is not None and length > limit:
+        raise _too_large(limit)
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large(limit) from None
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the request body is larger than {limit} bytes", code="request_too_large")
