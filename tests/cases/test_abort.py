@@ -1,0 +1,271 @@
+"""ABORT: clients that leave, at every moment a client can leave, and what the server must show afterwards."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.cases.client import PAT, Client, parse_metrics, together, total
+from tests.cases.crowd import IS_LONG, OpenRequest, answers, assert_same, leave_all, seeded
+from tests.cases.laws import gauges, increments, labelled
+from tests.cases.processes import unharmed, wait_until
+from tests.e2e.servers import serve
+
+WIDTH = 5
+RUN = [582, 827, 1296, 1876, 2531, 2976]
+SLOW_SIM = ("--executor", "sim", "--num-draft-tokens", "5", "--check-laws", "true", "--max-num-seqs", "15")
+SLOW_SIM += ("--sim-step-ms", "20")
+LONG_ANSWER = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Callable[[int], Client]]:
+    """`slow(frontends)`: a simulated engine of 15 rows that needs seconds for a long answer."""
+    with ExitStack() as stack:
+        clients: dict[int, Client] = {}
+
+        def get(frontends: int) -> Client:
+            if frontends not in clients:
+                server = stack.enter_context(serve(*SLOW_SIM, "--frontends", str(frontends)))
+                clients[frontends] = Client(server.base_url)
+            return clients[frontends]
+
+        yield get
+
+
+def running(client: Client) -> float:
+    return total(client.metrics(), "vllm:num_requests_running")
+
+
+def waiting(client: Client) -> float:
+    return total(client.metrics(), "vllm:num_requests_waiting")
+
+
+# ---- ABORT-1: vllm-project/vllm#29928 ----
+
+
+@pytest.mark.parametrize("frontends", [1, 4])
+def test_abort_1_gauges_fall_by_themselves_when_every_client_leaves_at_once(
+    slow: Callable[[int], Client], frontends: int
+) -> None:
+    client = slow(frontends)
+    body = {**LONG_ANSWER, "stream": True}
+    opened = together([lambda: OpenRequest(client, body) for _ in range(64)], width=64)
+    together([lambda one=one: one.wait_for(1) for one in opened[:1]])
+    wait_until(lambda: waiting(client) == 64 - 15, 5, "a queue longer than the batch")
+    assert running(client) == 15
+    started = time.monotonic()
+    leave_all(opened)
+    assert time.monotonic() - started < 0.05
+    client.assert_quiet(within_s=2.0, steady_s=5.0 if IS_LONG else 1.0)
+    pages = [gauges(Client(client.base_url).metrics()) for _ in range(4 * frontends)]
+    assert all(page == dict.fromkeys(page, 0) for page in pages)
+
+
+def test_abort_1_the_real_model_stops_when_every_client_leaves_at_once(spec: Client) -> None:
+    body = {"prompt": PAT, "max_tokens": 2000, "ignore_eos": True, "stream": True, "temperature": 0}
+    opened = together([lambda: OpenRequest(spec, body) for _ in range(12)], width=12)
+    together([lambda one=one: one.wait_for(1) for one in opened], width=12)
+    assert running(spec) == 12
+    leave_all(opened)
+    spec.assert_quiet(within_s=3.0)
+
+
+# ---- ABORT-2: vllm-project/vllm#31503 ----
+
+PER_REQUEST = (
+    "vllm:e2e_request_latency_seconds_count",
+    "vllm:request_prompt_tokens_count",
+    "vllm:request_generation_tokens_count",
+    "vllm:request_queue_time_seconds_count",
+    "vllm:request_prefill_time_seconds_count",
+    "vllm:request_decode_time_seconds_count",
+    "vllm:request_inference_time_seconds_count",
+)
+
+
+def finished(samples: dict[str, float], reason: str) -> float:
+    return labelled(samples, "vllm:request_success_total", finished_reason=reason)
+
+
+def test_abort_2_every_client_that_left_is_counted_once_as_aborted(slow: Callable[[int], Client]) -> None:
+    client = slow(1)
+    before = client.metrics()
+    streams = [OpenRequest(client, {**LONG_ANSWER, "stream": True}) for _ in range(10)]
+    together([lambda one=one: one.wait_for(3) for one in streams], width=10)
+    plain = [OpenRequest(client, LONG_ANSWER) for _ in range(5)]
+    wait_until(lambda: running(client) == 15, 5, "every row taken")
+    queued = [OpenRequest(client, {**LONG_ANSWER, "stream": index % 2 == 0}) for index in range(5)]
+    wait_until(lambda: waiting(client) == 5, 5, "five in the queue")
+    time.sleep(0.2)
+    leave_all([*queued, *plain, *streams])
+    client.assert_quiet(within_s=2.0)
+    after = client.metrics()
+    assert finished(after, "abort") - finished(before, "abort") == 20
+    for reason in ("stop", "length", "error"):
+        assert finished(after, reason) == finished(before, reason)
+    for family in PER_REQUEST:
+        assert total(after, family) - total(before, family) == 20, family
+
+
+def test_abort_2_each_child_of_an_abandoned_request_is_counted(slow: Callable[[int], Client]) -> None:
+    client = slow(1)
+    before = client.metrics()
+    with OpenRequest(client, {**LONG_ANSWER, "n": 3, "stream": True}) as one:
+        one.wait_for(4)
+    client.assert_quiet(within_s=2.0)
+    after = client.metrics()
+    assert finished(after, "abort") - finished(before, "abort") == 3
+    n = "vllm:request_params_n_count"
+    assert total(after, n) - total(before, n) == 1, "parameters are counted once per request"
+
+
+# ---- ABORT-3: vllm-project/vllm#10806 ----
+
+KILLED_CLIENT = """
+import sys, urllib.request
+request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), {"Content-Type": "application/json"})
+print(len(urllib.request.urlopen(request).read()))
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_abort_3_killing_the_client_process_frees_its_request(slow: Callable[[int], Client], stream: bool) -> None:
+    client = slow(1)
+    flag = "true" if stream else "false"
+    body = f'{{"prompt":"x","max_tokens":4000,"ignore_eos":true,"stream":{flag}}}'
+    url = client.base_url + "/v1/completions"
+    process = subprocess.Popen([sys.executable, "-c", KILLED_CLIENT, url, body], stdout=subprocess.DEVNULL)
+    wait_until(lambda: running(client) == 1, 10, "the request runs")
+    time.sleep(1.0 if IS_LONG else 0.2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: running(client) == 0, 2, "the request is gone")
+    assert_generation_stands_still(client)
+    client.assert_quiet()
+
+
+def assert_generation_stands_still(client: Client) -> None:
+    first = total(client.metrics(), "vllm:generation_tokens_total")
+    time.sleep(0.3)
+    assert total(client.metrics(), "vllm:generation_tokens_total") == first
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_abort_3_a_non_streaming_client_of_the_real_model_frees_its_request(spec: Client, path: str) -> None:
+    what = {"prompt": PAT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": PAT}]}
+    with OpenRequest(spec, {**what, "max_tokens": 4000, "ignore_eos": True}, path):
+        wait_until(lambda: running(spec) == 1, 10, "the request runs")
+    wait_until(lambda: running(spec) == 0, 2, "the request is gone")
+    assert_generation_stands_still(spec)
+    spec.assert_quiet()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_abort_3_leaving_while_the_prompt_is_processed_stops_it(stream: bool) -> None:
+    with serve("--executor", "sim", "--sim-prefill-ms", "1000", "--max-num-batched-tokens", "256") as server:
+        client = Client(server.base_url)
+        with OpenRequest(client, {"prompt": [582] * 6000, "max_tokens": 10, "stream": stream}):
+            wait_until(lambda: running(client) == 1, 5, "the prompt is being processed")
+            time.sleep(0.3)
+        client.assert_quiet(within_s=2.0)
+        samples = client.metrics()
+        assert total(samples, "vllm:prompt_tokens_total") == 0, "a prompt that did not end counts nothing"
+        assert total(samples, "vllm:generation_tokens_total") == 0
+        assert finished(samples, "abort") == 1
+
+
+def test_abort_3_leaving_while_the_real_model_works_on_a_long_prompt_stops_it(spec: Client) -> None:
+    before = spec.metrics()
+    prompt = [1000 + 7 * index for index in range(4000)]
+    with OpenRequest(spec, {"prompt": prompt, "max_tokens": 10, "stream": True}):
+        wait_until(lambda: running(spec) == 1, 10, "the prompt is being processed")
+    spec.assert_quiet(within_s=6.0)  # one chunk of 512 tokens takes seconds on a slow machine
+    after = spec.metrics()
+    assert increments(before, after, WIDTH).prompt == 0
+    assert finished(after, "abort") - finished(before, "abort") == 1
+
+
+# ---- ABORT-4: pegainfer-project/pegainfer#952 ----
+
+
+def test_abort_4_a_round_is_counted_in_full_or_not_at_all(sim: Client) -> None:
+    """Documented: the work was done, so a round aborted in flight is counted in full, and what it drew is cut."""
+    rng = seeded("ABORT-4")
+    aborted = 0
+    for _ in range(50 if IS_LONG else 12):
+        before = sim.metrics()
+        script = {"runs": [RUN] * 3, "step_ms": 60}
+        with OpenRequest(sim, {"prompt": "x", "max_tokens": 100, "stream": True, "sim": script}):
+            time.sleep(rng.random() * 0.2)
+        sim.assert_quiet(within_s=2.0, steady_s=5.0 if IS_LONG else 0.0)
+        after = sim.metrics()
+        counted = increments(before, after, WIDTH)
+        rounds = counted.speculation.drafts
+        assert counted.plain_rounds == 0
+        assert counted.speculation.draft_tokens == counted.speculation.accepted == 5 * rounds
+        assert counted.speculation.per_pos == [rounds] * 5
+        assert counted.cut == 6 * counted.aborted_rounds
+        assert counted.generation == 6 * (rounds - counted.aborted_rounds)
+        aborted += int(counted.aborted_rounds)
+        sim.complete(prompt="x", max_tokens=9, sim={"runs": [[582, 827], [582]]})
+        following = increments(after, sim.metrics(), WIDTH)
+        assert (following.speculation.drafts, following.speculation.accepted, following.generation) == (1, 1, 3)
+        assert following.aborted_rounds == 0, "the next request inherits nothing"
+    assert aborted > 0, "no client ever left in the middle of a round"
+
+
+# ---- ABORT-5: torch-spyre/sendnn-inference#492 ----
+
+
+def mixed_bodies(rng: random.Random, count: int) -> list[dict[str, Any]]:
+    """Half greedy, half sampled with min_tokens, a seed and log-probs; every prompt another one."""
+    bodies: list[dict[str, Any]] = []
+    for index in range(count):
+        body = {"prompt": f"{index}: {PAT}", "temperature": 0, "max_tokens": 200 if IS_LONG else 28}
+        if index % 2:
+            body |= {"temperature": 0.8, "seed": rng.randrange(2**31), "min_tokens": 50 if IS_LONG else 20}
+        bodies.append(body)
+    return bodies
+
+
+def test_abort_5_the_survivors_of_random_cancels_answer_as_alone(ref: Client, spec: Client) -> None:
+    rng = seeded("ABORT-5")
+    bodies = mixed_bodies(rng, 16 if IS_LONG else 10)
+    survivors = bodies[:: 2 if IS_LONG else 3]
+    with unharmed(spec):
+        before = spec.metrics()
+        victims = [body for body in bodies if body not in survivors] * (20 if IS_LONG else 2)
+        jobs: list[Callable[[], Any]] = [lambda body=body: answers(spec, [body])[0] for body in survivors]
+        delays = [rng.random() for _ in victims]
+        jobs += [lambda b=body, d=delay: leave_soon(spec, b, d) for body, delay in zip(victims, delays, strict=True)]
+        got = together(jobs, width=16)[: len(survivors)]
+        spec.assert_quiet(within_s=3.0)
+        counted = increments(before, spec.metrics(), WIDTH)
+    assert counted.speculation.accepted > 0
+    wanted = answers(ref, survivors)
+    assert_same(got, wanted)
+
+
+def leave_soon(client: Client, body: dict[str, Any], after_s: float) -> None:
+    with OpenRequest(client, {**body, "stream": True, "logprobs": 1}):
+        time.sleep(after_s)
+
+
+def test_abort_every_frontend_tells_the_same_after_a_storm_of_aborts(setup: Callable[[str], Client]) -> None:
+    client = setup("sim_4f")
+    rng = seeded("ABORT storm")
+    script = {"runs": [RUN] * 20, "step_ms": 5}
+    body = {"prompt": "x", "max_tokens": 200, "stream": True, "sim": script}
+    delays = [rng.random() * 0.15 for _ in range(200 if IS_LONG else 60)]
+    together([lambda d=d: leave_soon(client, body, d) for d in delays], width=32)
+    client.assert_quiet(within_s=2.0)
+    pages = [Client(client.base_url).get("/metrics/engine").text for _ in range(16)]
+    totals = [{s: v for s, v in parse_metrics(page).items() if "spec_decode" in s} for page in pages]
+    assert all(page == totals[0] for page in totals)
