@@ -50,7 +50,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     drain_timeout_s: Annotated[
         float, Meta(ge=0, le=3600, description="seconds that running requests get to finish after SIGTERM")
-    ] = 15.0
+    ] = 8.0
     keep_alive_s: Annotated[float, Meta(ge=1, le=3600, description="seconds an idle client connection is kept")] = 120.0
     access_log: Annotated[bool, Meta(description="log one line per HTTP request")] = False
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"

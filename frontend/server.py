@@ -37,8 +37,11 @@ class Fenced(Protocol):
 class Engine(Submitter, Protocol):
     """What a frontend needs of `frontend.engine_client.EngineClient`."""
 
-    hello: Hello | None
-    down_reason: str | None
+    @property
+    def hello(self) -> Hello | None: ...
+
+    @property
+    def down_reason(self) -> str | None: ...
 
     async def fence(self) -> Fenced: ...
 

@@ -1,0 +1,139 @@
+"""One frontend process: `python -m frontend --engine ADDRESS --model MODEL --port PORT`.
+
+Owns start-up, the order of shutting down and the exit code: 0 after SIGTERM or SIGINT, 1 for an engine that can never be
+served and for a port that cannot be had, 2 for bad options or model files. Everything else is `frontend.app`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+
+import uvloop
+
+from frontend.admission import Admission
+from frontend.app import Listener, build_app
+from frontend.chat_template import TemplateError
+from frontend.config import FrontendConfig, check_served_model_name
+from frontend.deltas import IntervalLog, LatestSnapshot
+from frontend.engine_client import EngineClient
+from frontend.engine_families import EngineView
+from frontend.metrics import FrontendMetrics
+from frontend.server import Server
+from frontend.text import Text, load_text
+from protocol.model_files import ModelFilesError, resolve
+from protocol.options import from_process, refuse
+
+PROGRAM = "drafthouse frontend"
+LAST_WORDS_S = 2.0  # for streams to say that the server is going
+POLL_S = 0.05  # how often draining looks whether all are done
+
+logger = logging.getLogger("frontend")
+
+
+def main() -> int:
+    config = from_process(FrontendConfig, program=PROGRAM)
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    started_s = time.monotonic()
+    try:
+        files = resolve(config.model)
+        text = load_text(files)
+        model_name = check_served_model_name(config.served_model_name or files.name)
+    except (ModelFilesError, TemplateError, ValueError) as error:
+        refuse(PROGRAM, str(error))
+    logger.info(
+        "model loaded model=%s served_model_name=%s vocabulary=%d seconds=%.2f",
+        config.model,
+        model_name,
+        text.tokenizer.vocab_size,
+        time.monotonic() - started_s,
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(config, text, model_name))
+
+
+async def _run(config: FrontendConfig, text: Text, model_name: str) -> int:
+    latest = LatestSnapshot()
+    engine = EngineClient(
+        config.engine,
+        latest.observe,
+        expected_vocabulary_hash=text.tokenizer.vocabulary_hash,
+        expected_model_name=model_name,
+    )
+    metrics = FrontendMetrics(text.context_length)
+    server = Server(
+        config=config,
+        engine=engine,
+        text=text,
+        metrics=metrics,
+        admission=Admission(config, metrics),
+        view=lambda: _view(latest, engine),
+        model_name=model_name,
+        started_s=int(time.time()),
+    )
+    listener = Listener(build_app(server), config)
+    stopping = _stop_signals()
+    await engine.start()
+    try:
+        await listener.start()
+    except OSError as error:
+        logger.error("cannot listen address=%s:%d reason=%r", config.host, config.port, error.strerror or str(error))
+        await engine.stop()
+        return 1
+    logger.info("listening url=http://%s:%d engine=%s pid=%d", config.host, listener.port, config.engine, os.getpid())
+    intervals = asyncio.create_task(IntervalLog(latest).run(), name="interval log")
+    refused = asyncio.create_task(engine.wait_refused(), name="engine refusal")
+    signalled = asyncio.create_task(stopping.wait(), name="stop signal")
+    await asyncio.wait({refused, signalled}, return_when=asyncio.FIRST_COMPLETED)
+    code = 1 if refused.done() and not signalled.done() else 0
+    stopping.clear()
+    await _drain(server, engine, listener, stopping, config.drain_timeout_s if code == 0 else 0.0)
+    for task in (intervals, refused, signalled):
+        task.cancel()
+    await asyncio.gather(intervals, refused, signalled, return_exceptions=True)
+    return code
+
+
+async def _drain(
+    server: Server, engine: EngineClient, listener: Listener, hurried: asyncio.Event, timeout_s: float
+) -> None:
+    """Refuse new requests, let running ones finish for `timeout_s` or until a second signal, then tell the rest."""
+    server.admission.drain()
+    logger.info("draining sequences=%d timeout_s=%g", server.admission.sequences, timeout_s)
+    await _until_idle(server, timeout_s, hurried)
+    left = server.admission.sequences
+    await engine.stop()  # open streams end with an error event now, and the engine aborts them
+    await _until_idle(server, LAST_WORDS_S, None)
+    await listener.stop()
+    logger.info("stopped aborted_sequences=%d", left)
+
+
+async def _until_idle(server: Server, timeout_s: float, hurried: asyncio.Event | None) -> None:
+    deadline = time.monotonic() + timeout_s
+    while server.admission.sequences and time.monotonic() < deadline and not (hurried and hurried.is_set()):
+        await asyncio.sleep(POLL_S)
+
+
+def _stop_signals() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT, each time."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(NotImplementedError):  # platforms without signal handlers on the loop
+            loop.add_signal_handler(number, stopping.set)
+    return stopping
+
+
+def _view(latest: LatestSnapshot, engine: EngineClient) -> EngineView | None:
+    if latest.hello is None:
+        return None
+    return EngineView(latest.hello, latest.counters, latest.load, latest.step_id, up=engine.ready)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
