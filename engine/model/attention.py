@@ -8,13 +8,27 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from engine.kv.pool import KVPool
-
 Layout = TypeVar("Layout")
+
+
+class Pages(Protocol):
+    """What attention needs of a KV pool (`engine.kv.pool.KVPool`). A slot is block id * block_size + offset."""
+
+    keys: torch.Tensor  # [layers, num_blocks, block_size, K, D]
+    values: torch.Tensor  # like keys
+
+    @property
+    def block_size(self) -> int: ...
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None: ...
+
+    def slot(self, block_ids: Sequence[int], position: int) -> int: ...
+
+    def slots_tensor(self, slots: Sequence[int]) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,7 @@ def ancestor_mask(parents: Sequence[int]) -> torch.Tensor:
 class PagedAttention(ABC, Generic[Layout]):
     """Softmax attention of new tokens over their rows' pages, with grouped query heads."""
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: Pages) -> None:
         self.pool = pool
 
     @abstractmethod
@@ -75,7 +89,7 @@ class ReferenceAttention(PagedAttention[tuple[SpanLayout, ...]]):
 
     def _span(self, layer: int, queries: torch.Tensor, span: SpanLayout) -> torch.Tensor:
         slots = self.pool.slots_tensor([self.pool.slot(span.block_ids, position) for position in range(span.end)])
-        repeats = queries.shape[1] // self.pool.shape.num_kv_heads
+        repeats = queries.shape[1] // self.pool.keys.shape[3]
         keys = self.pool.keys[layer].flatten(0, 1)[slots].repeat_interleave(repeats, dim=1)  # [L, H, D]
         values = self.pool.values[layer].flatten(0, 1)[slots].repeat_interleave(repeats, dim=1)
         scores = torch.einsum("thd,lhd->htl", queries, keys) / math.sqrt(queries.shape[-1])

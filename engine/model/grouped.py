@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
 
-from engine.kv.pool import KVPool
-from engine.model.attention import PagedAttention, SpanLayout, ancestor_mask
+from engine.model.attention import PagedAttention, Pages, SpanLayout, ancestor_mask
 
 MAX_GROUPED_TOKENS = 32  # spans longer than this run alone: padding others to them would waste more than calls cost
 TILE_TOKENS = 256
@@ -56,9 +55,9 @@ class GroupedLayout:
 
 
 class GroupedAttention(PagedAttention[GroupedLayout]):
-    def __init__(self, pool: KVPool, num_heads: int) -> None:
+    def __init__(self, pool: Pages, num_heads: int) -> None:
         super().__init__(pool)
-        self._repeats = num_heads // pool.shape.num_kv_heads
+        self._repeats = num_heads // pool.keys.shape[3]
 
     def layout(self, spans: Sequence[SpanLayout]) -> GroupedLayout:
         short, pieces, flat = [], [], 0
@@ -75,9 +74,7 @@ class GroupedAttention(PagedAttention[GroupedLayout]):
     def attend(self, layer: int, queries: torch.Tensor, layout: GroupedLayout) -> torch.Tensor:
         if len(layout.groups) == 1 and layout.groups[0].query_index is None:
             return self._attend_group(layer, queries, layout.groups[0]).reshape(queries.shape[0], -1)
-        output = torch.empty(queries.shape[0], queries.shape[1] * queries.shape[2], dtype=queries.dtype).to(
-            queries.device
-        )
+        output = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
         for group in layout.groups:
             if group.query_index is None:
                 chosen = queries[group.flat_start : group.flat_start + group.size * group.num_queries]
@@ -160,8 +157,8 @@ class GroupedAttention(PagedAttention[GroupedLayout]):
                 tree = ancestor_mask(piece.span.parents)[piece.first : piece.first + piece.num_tokens]
                 width = piece.context - piece.span.start
                 visible[row, : piece.num_tokens, piece.span.start : piece.context] = tree[:, :width]
-        mask = torch.zeros(visible.shape, dtype=self.pool.shape.dtype).masked_fill_(~visible, -torch.inf)
-        return mask.to(self.pool.device, non_blocking=True).repeat(1, self._repeats, 1).unsqueeze(1)
+        mask = torch.zeros(visible.shape, dtype=self.pool.keys.dtype).masked_fill_(~visible, -torch.inf)
+        return mask.to(self.pool.keys.device, non_blocking=True).repeat(1, self._repeats, 1).unsqueeze(1)
 
 
 def _tiles(span: SpanLayout, flat: int) -> list[_Piece]:
