@@ -86,10 +86,10 @@ def _model(files: ModelFiles, tokens: tuple[str, ...], rule: _PreTokenizer) -> m
     if len(vocabulary) != len(tokens):
         raise ModelFilesError(f"{files.path}: two ids of tokenizer.ggml.tokens have the same string")
     pairs = [tuple(merge.split(" ")) for merge in merges]
-    try:
-        return models.BPE(vocabulary, pairs, ignore_merges=rule.ignore_merges)
-    except Exception as error:
-        raise ModelFilesError(f"{files.path}: the tokenizer's merges do not fit its tokens: {error}") from error
+    for left, right in pairs:  # the library panics on what this refuses
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise ModelFilesError(f"{files.path}: the merge of {left!r:.40} and {right!r:.40} does not fit the tokens")
+    return models.BPE(vocabulary, pairs, ignore_merges=rule.ignore_merges)
 
 
 def _steps(rule: _PreTokenizer) -> list[pre_tokenizers.PreTokenizer]:

@@ -45,13 +45,14 @@ class Tokenizer:
         self.tokens = vocabulary.tokens  # by id, as the files spell them
         contents = {token_id: token.content for token_id, token in added.items()}
         self._bytes = _byte_table(files, _decoder_kinds(engine), vocabulary.tokens, contents)
-        self._longest_token_bytes = max(len(token) for token in self._bytes)
-        self._may_shorten = engine.normalizer is not None or any(t.lstrip or t.rstrip for t in added.values())
+        self._length_bound = None if _may_shorten(engine) else _LengthBound(self._bytes)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in it are parsed. Adds BOS where the model wants it.
 
-        Releases the interpreter lock while it works (8 MB take about 2 s). Raises `EncodingError`.
+        Bytes that the vocabulary has no token for are dropped, as in the library and in llama.cpp: the embedded model
+        lacks six control characters and planes 4 to 11, so a text may have no tokens. Releases the interpreter lock
+        while it works (1 MB takes about 1 s). Raises `EncodingError`.
         """
         return _encode(self._engine, text, add_special_tokens)
 
@@ -75,9 +76,9 @@ class Tokenizer:
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of `len(encode(text))` that costs no tokenising: refuse the hopelessly long at once.
 
-        0 where the model normalises text first or drops space around added tokens, because that shortens it.
+        0 where the model shortens text before it counts: by normalising, or by dropping space around added tokens.
         """
-        return 0 if self._may_shorten else -(-len(text) // self._longest_token_bytes)
+        return 0 if self._length_bound is None else self._length_bound.of(text)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """All bytes joined, then decoded as UTF-8 with U+FFFD for what is none: what the detokeniser gives in steps."""
@@ -116,7 +117,10 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer:
     read_vocabulary(files)  # gives the sentence where the file is absent or is no tokenizer
     try:
         engine = Engine.from_file(str(path))
-    except Exception as error:
+    except BaseException as error:
+        # The library raises bare Exception for a bad file and, where it panics, something that is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ModelFilesError(f"{path} is not a tokenizer this version can read: {error}") from error
     engine.no_truncation()
     engine.no_padding()
@@ -169,6 +173,30 @@ class _Guard:
             raise EncodingError("the chat template takes apart text in which special tokens were typed")
         guarded = self._any_token.sub(lambda match: self.marks[match[0]], text)
         return self._any_mark.sub(lambda match: self._tokens[int(match[1])], guarded)
+
+
+class _LengthBound:
+    """How few tokens a text can be, from the longest token. For byte-level tokenizers."""
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._longest = max(len(token) for token in token_bytes)
+        single = {token for token in token_bytes if len(token) == 1}
+        # A vocabulary may lack bytes its training text never had; text of those has no tokens at all.
+        self._without_token = [chr(byte) for byte in range(128) if bytes([byte]) not in single]
+
+    def of(self, text: str) -> int:
+        num_bytes = len(text) - sum(text.count(char) for char in self._without_token)
+        return -(-num_bytes // self._longest)
+
+
+def _may_shorten(engine: Engine) -> bool:
+    added = engine.get_added_tokens_decoder().values()
+    if engine.normalizer is not None or any(token.lstrip or token.rstrip for token in added):
+        return True
+    # Beyond ASCII one missing continuation byte could make a character vanish: then no bound is safe.
+    spelling = _ByteLevel()
+    continuation = (spelling.char_of(byte) for byte in range(0x80, 0xC0))
+    return "ByteLevel" not in _decoder_kinds(engine) or any(engine.token_to_id(char) is None for char in continuation)
 
 
 def _guarded_engine(engine: Engine, added: Mapping[int, AddedToken], guard: _Guard) -> tuple[Engine, dict[int, int]]:
@@ -242,6 +270,10 @@ class _ByteLevel:
         others = [byte for byte in range(256) if byte not in printable]
         self._byte_of = {chr(byte): byte for byte in printable}
         self._byte_of |= {chr(256 + index): byte for index, byte in enumerate(others)}
+        self._char_of = {byte: char for char, byte in self._byte_of.items()}
+
+    def char_of(self, byte: int) -> str:
+        return self._char_of[byte]
 
     def to_bytes(self, token: str) -> bytes:
         """A token with a character outside the table stands for itself, as in the tokenizers library."""
