@@ -1,0 +1,198 @@
+"""An engine put together from its options: executor, policy, books, wire.
+
+Owns the order of construction and the derivation of capacity; nothing after that. Torch is imported only for a real
+executor: a simulated engine starts in a moment. Called by engine.__main__.
+"""
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.accounts import EngineIdentity
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.executor import Executor
+from engine.intake import PolicySettings
+from engine.ledger import Ledger
+from engine.scheduler import Scheduler
+from engine.simulate import SimExecutor, SimSettings
+from engine.wire import Wire
+from protocol.messages import SCHEMA_VERSION, Capacity, Hello
+from protocol.model_files import (
+    ModelFiles,
+    Vocabulary,
+    read_context_length,
+    read_eos_token_ids,
+    read_vocabulary,
+    resolve,
+)
+
+logger = logging.getLogger(__name__)
+
+OnProgress = Callable[[int, int], None]  # (bytes done, bytes in total)
+
+SIM_KV_TOKENS = 262_144  # a simulated engine has no memory to fill; enough that nothing is preempted by default
+_WORD = re.compile(r"[Ġ▁]?[A-Za-z]{1,16}")  # token strings that are plain text in byte-level and metaspace spelling
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """An executor, and what was decided while building it."""
+
+    executor: Executor
+    eos_token_ids: tuple[int, ...]
+    num_blocks: int
+    max_model_len: int
+    max_draft_len: int
+    sources: tuple[str, ...]
+    unsupported_sampling: frozenset[str]
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`core.run()` between `wire.start()` and `wire.close()`."""
+
+    core: EngineCore
+    wire: Wire
+    hello: Hello
+
+
+def assemble(config: EngineConfig, on_progress: OnProgress, epoch: int) -> Engine:
+    """Load and connect everything. `epoch`: wall-clock ns at which this process started.
+
+    Raises `ModelFilesError` for a model that cannot be used, ValueError for options that cannot work together.
+    """
+    files = resolve(config.model)
+    vocabulary = read_vocabulary(files)
+    if config.executor == "sim":
+        mechanism = _simulated(config, files, vocabulary)
+    else:
+        mechanism = _real(config, files, on_progress)
+    policy = PolicySettings(
+        capacity=_capacity(config, mechanism),
+        max_draft_len=mechanism.max_draft_len,
+        vocab_size=vocabulary.size,
+        eos_token_ids=frozenset(mechanism.eos_token_ids),
+        unsupported_sampling=mechanism.unsupported_sampling,
+        takes_scripts=config.executor == "sim",
+    )
+    ledger = Ledger(
+        EngineIdentity(config.engine_id, epoch),
+        mechanism.max_draft_len,
+        len(mechanism.sources),
+        time.monotonic_ns,
+        check_laws=config.check_laws,
+    )
+    scheduler = Scheduler(policy, ledger, time.monotonic_ns, lambda: secrets.randbits(63))
+    books = ledger.snapshot(scheduler.load(num_frontends=0))
+    hello = Hello(
+        engine_id=config.engine_id,
+        epoch=epoch,
+        schema=SCHEMA_VERSION,
+        model_name=config.served_model_name or files.name,
+        vocab_size=vocabulary.size,
+        vocabulary_hash=vocabulary.hash,
+        capacity=policy.capacity,
+        speculator=config.speculator,
+        max_draft_len=mechanism.max_draft_len,
+        sources=mechanism.sources,
+        executor=config.executor,
+        dtype=mechanism.dtype,
+        device=mechanism.device,
+        step_id=books.step_id,
+        counters=books.counters,
+        load=books.load,
+        monotonic_ns=time.monotonic_ns(),
+        wall_ns=time.time_ns(),
+    )
+    wire = Wire(config.listen, hello)
+    return Engine(EngineCore(wire, wire, scheduler, ledger, mechanism.executor, time.monotonic_ns), wire, hello)
+
+
+def _simulated(config: EngineConfig, files: ModelFiles, vocabulary: Vocabulary) -> Mechanism:
+    kv_tokens = config.kv_cache_tokens or SIM_KV_TOKENS
+    eos_token_ids = read_eos_token_ids(files)
+    settings = SimSettings(
+        max_draft_len=config.max_draft_len,
+        vocab_size=vocabulary.size,
+        text_token_ids=tuple(
+            token_id
+            for token_id, token in enumerate(vocabulary.tokens)
+            if token is not None and token_id not in eos_token_ids and _WORD.fullmatch(token)
+        ),
+        acceptance=config.sim_acceptance,
+        step_ms=config.sim_step_ms,
+        prefill_ms=config.sim_prefill_ms,
+    )
+    return Mechanism(
+        executor=SimExecutor(settings),
+        eos_token_ids=eos_token_ids,
+        num_blocks=kv_tokens // config.block_size,
+        max_model_len=_sim_max_model_len(config, read_context_length(files), kv_tokens),
+        max_draft_len=config.max_draft_len,
+        sources=("sim",) if config.max_draft_len else (),
+        unsupported_sampling=frozenset(),
+        dtype="none",
+        device="none",
+    )
+
+
+def _sim_max_model_len(config: EngineConfig, context: int, kv_tokens: int) -> int:
+    asked = config.max_model_len
+    if asked is not None and asked > context:
+        raise ValueError(f"--max-model-len {asked} exceeds the model's context of {context} tokens")
+    if asked is not None and asked > kv_tokens:
+        raise ValueError(f"--max-model-len {asked} exceeds the KV cache of {kv_tokens} tokens (--kv-cache-tokens)")
+    return asked or min(context, kv_tokens)
+
+
+def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> Mechanism:
+    from engine.model_executor import ExecutorSettings, build_executor
+    from engine.speculation.registry import SpeculationSettings
+
+    settings = ExecutorSettings(
+        dtype=config.dtype,
+        device=config.device,
+        kv_cache_tokens=config.kv_cache_tokens,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        speculator=config.speculator,
+        speculation=SpeculationSettings(config.num_draft_tokens, config.lookup_min, config.lookup_max),
+    )
+    built = build_executor(files, settings, on_progress)
+    logger.info(
+        "model_loaded path=%s weight_mib=%d kv_mib=%d", files.path, built.weight_bytes >> 20, built.kv_bytes >> 20
+    )
+    return Mechanism(
+        executor=built.executor,
+        eos_token_ids=built.eos_token_ids,
+        num_blocks=built.num_blocks,
+        max_model_len=built.max_model_len,
+        max_draft_len=built.capabilities.max_draft_len,
+        sources=built.capabilities.sources,
+        unsupported_sampling=built.capabilities.unsupported_sampling,
+        dtype=str(built.dtype).removeprefix("torch."),
+        device=str(built.device),
+    )
+
+
+def _capacity(config: EngineConfig, mechanism: Mechanism) -> Capacity:
+    queued_tokens = config.max_num_queued_tokens
+    return Capacity(
+        max_model_len=mechanism.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_blocks=mechanism.num_blocks,
+        max_num_queued_requests=config.max_num_queued_requests,
+        max_num_queued_tokens=(
+            queued_tokens if queued_tokens is not None else config.max_num_queued_requests * mechanism.max_model_len
+        ),
+        prefix_caching=config.prefix_caching,
+    )
