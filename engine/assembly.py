@@ -69,10 +69,7 @@ def assemble(config: EngineConfig, on_progress: OnProgress, epoch: int) -> Engin
     """
     files = resolve(config.model)
     vocabulary = read_vocabulary(files)
-    if config.executor == "sim":
-        mechanism = _simulated(config, files, vocabulary)
-    else:
-        mechanism = _real(config, files, on_progress)
+    mechanism = _simulated(config, files, vocabulary) if config.executor == "sim" else _real(config, files, on_progress)
     policy = PolicySettings(
         capacity=_capacity(config, mechanism),
         max_draft_len=mechanism.max_draft_len,
