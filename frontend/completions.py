@@ -133,13 +133,16 @@ async def _stream(server: Server, request: web.Request, answer: Answer) -> web.S
             failure = error if isinstance(error, ApiError) else overloaded(f"the engine was lost: {error.reason}")
             if not events.has_started:
                 raise failure from None
+            answer.generation.end("error")
             await events.fail(failure)
         except (asyncio.CancelledError, ConnectionError):
             raise
         except Exception:
             if not events.has_started:
+                answer.generation.end("error")
                 raise
             logger.exception("stream_failed")
+            answer.generation.end("error")
             await events.fail(ApiError(500, "the server failed while streaming this answer"))
         return await events.finish()
 

@@ -8,14 +8,19 @@ of answer is running.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from frontend.errors import ApiError
+
 # Between the end of a client's sending and the start of its request's handler lie a few turns of the event loop.
 GRACE_S = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 class ConnectionHandler(RequestHandler):
@@ -42,6 +47,22 @@ class ConnectionHandler(RequestHandler):
         elif not self._is_serving:
             asyncio.get_running_loop().call_later(GRACE_S, self._close_if_idle)
         return True
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to bytes that are no HTTP request: OpenAI's error object, and nothing of those bytes in the log."""
+        logger.info("bad_http status=%d error=%s", status, type(exc).__name__)
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun: there is no other way to say that it failed")
+        sentence = "the server failed to answer this request" if status >= 500 else "this is not a valid HTTP request"
+        response = web.Response(body=ApiError(status, sentence).body(), status=status, content_type="application/json")
+        response.force_close()
+        return response
 
     def begin(self) -> None:
         """A request's handler starts."""

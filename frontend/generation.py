@@ -122,6 +122,7 @@ class Generation:
     _running: list[_Running] = field(default_factory=list)
     _recorded: set[int] = field(default_factory=set)
     _submitted_s: float = 0.0
+    _has_ended: bool = False
     _end_reason: str = "abort"  # of children that have not ended when the request does
 
     async def __aenter__(self) -> "Generation":
@@ -140,14 +141,20 @@ class Generation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end(self._end_reason)
+
+    def end(self, reason: str) -> None:
+        """Abandon what still runs and record it as ended for `reason`. Idempotent; leaving the block does it too."""
         for running in self._running:
             if running.task is not None:
                 running.task.cancel()
             if not running.is_over:
                 running.stream.abandon()
             for child in range(len(running.choices)):
-                self._record(running, child, self._end_reason)
-        self.metrics.request_ended(max((choice.num_tokens for choice in self.choices), default=0))
+                self._record(running, child, reason)
+        if not self._has_ended:
+            self._has_ended = True
+            self.metrics.request_ended(max((choice.num_tokens for choice in self.choices), default=0))
 
     def _submit(self, prompt: Prompt) -> None:
         job = self.job

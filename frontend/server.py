@@ -79,7 +79,7 @@ class Server:
 
 
 SERVER = web.AppKey("server", Server)
-REQUEST_ID = "drafthouse.request_id"
+REQUEST_ID = web.RequestKey("request_id", str)
 
 
 async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
