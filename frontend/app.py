@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from frontend import completions, health, tokenize
+from frontend import completions, health, token_routes
 from frontend.config import FrontendConfig
 from frontend.connections import ConnectionHandler, begin_serving, end_serving
 from frontend.errors import ApiError
@@ -40,8 +40,8 @@ def build_app(server: Server) -> web.Application:
     app.router.add_post("/v1/chat/completions", completions.chat_completions)
     app.router.add_get("/v1/models", health.models)
     app.router.add_get("/v1/models/{model:.+}", health.model)
-    app.router.add_post("/tokenize", tokenize.tokenize)
-    app.router.add_post("/detokenize", tokenize.detokenize)
+    app.router.add_post("/tokenize", token_routes.tokenize)
+    app.router.add_post("/detokenize", token_routes.detokenize)
     for path, handler in (
         ("/health", health.health),
         ("/ready", health.ready),
