@@ -1,0 +1,239 @@
+"""`drafthouse serve`: one engine and N frontends on this machine, on one port, behind one Ctrl-C.
+
+Owns the options of the whole, the private socket directory, the shared port, and what is printed for people. Everything
+is checked before anything starts. Keeping the processes alive is deploy.supervisor's.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+import deploy
+from deploy.supervisor import EXIT_FAILURE, Program, Supervisor
+from engine.config import EngineConfig
+from frontend.config import FrontendConfig
+from protocol.model_files import ModelFilesError, resolve
+from protocol.options import (
+    ENVIRONMENT_PREFIX,
+    HelpRequested,
+    Option,
+    OptionsError,
+    as_flags,
+    build,
+    read,
+    refuse,
+    table,
+)
+
+PROGRAM = "drafthouse serve"
+DIRECTORY_PREFIX = "drafthouse-"
+ENGINE_STOP_S = 7.0
+FRONTEND_STOP_MARGIN_S = 4.0  # beyond its drain time: the last words
+READY_POLL_S = 0.1
+_ENGINE_OWN = ("listen", "allow_plaintext_tcp")
+_FRONTEND_OWN = ("engine", "reuse_port", "drain_timeout_s")
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What only the whole has."""
+
+    frontends: Annotated[int, Meta(ge=1, le=64, description="frontend processes that share the port")] = 1
+    drain_timeout_s: Annotated[
+        float, Meta(ge=0, le=3600, description="seconds that running requests get to finish after Ctrl-C or SIGTERM")
+    ] = 5.0
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Everything that was asked for, checked. `given`: by option name, defaults left out."""
+
+    given: dict[str, Any]
+    serve: ServeConfig
+    engine: EngineConfig
+    frontend: FrontendConfig
+    model_name: str
+
+
+def main() -> int:
+    try:
+        plan = read_plan(sys.argv[1:], os.environ)
+    except HelpRequested as text:
+        sys.stdout.write(str(text))
+        return 0
+    except (OptionsError, ModelFilesError) as error:
+        refuse(PROGRAM, str(error))
+    try:
+        port = _reserve_port(plan.frontend.host, plan.frontend.port)
+    except OSError as error:
+        sys.stderr.write(
+            f"{PROGRAM}: cannot listen on {plan.frontend.host}:{plan.frontend.port}: {error.strerror or error}\n"
+        )
+        return EXIT_FAILURE
+    _remove_left_directories()
+    directory = Path(tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-", dir=_short_directory()))
+    try:
+        with port:
+            return asyncio.run(_serve(plan, directory, port.getsockname()[1]))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def options() -> dict[str, Option]:
+    """The options of engine and frontend together; what the supervisor decides itself is left out."""
+    return table(ServeConfig) | table(FrontendConfig, without=_FRONTEND_OWN) | table(EngineConfig, without=_ENGINE_OWN)
+
+
+def read_plan(arguments: list[str], environment: Mapping[str, str]) -> Plan:
+    """Parse and check. Raises `OptionsError`, `ModelFilesError`, `HelpRequested`."""
+    given = read(options(), arguments, environment, program=PROGRAM)
+    serve, engine, frontend = (build(kind, given) for kind in (ServeConfig, EngineConfig, FrontendConfig))
+    assert isinstance(serve, ServeConfig) and isinstance(engine, EngineConfig) and isinstance(frontend, FrontendConfig)
+    # Also fetches a model of the hub once, before two processes want it at the same time.
+    files = resolve(engine.model)
+    return Plan(given, serve, engine, frontend, engine.served_model_name or files.name)
+
+
+def programs(plan: Plan, address: str, port: int) -> list[Program]:
+    """The command lines: exactly what was given, passed on as flags."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    root = str(Path(deploy.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+    python = [sys.executable, "-P", "-m"]  # -P: a directory called engine where the user stands is not ours
+    engine = [*python, "engine", *_flags(plan, EngineConfig), f"--listen={address}"]
+    frontend = [
+        *python, "frontend", *_flags(plan, FrontendConfig, without=("port",)), f"--engine={address}", f"--port={port}",
+        "--reuse-port=true", f"--drain-timeout-s={plan.serve.drain_timeout_s:g}",
+    ]  # fmt: skip
+    frontend_stop_s = plan.serve.drain_timeout_s + FRONTEND_STOP_MARGIN_S
+    return [
+        Program("engine", engine, environment, 1, ENGINE_STOP_S),
+        *(
+            Program(f"frontend {number}", frontend, environment, 0, frontend_stop_s)
+            for number in range(1, plan.serve.frontends + 1)
+        ),
+    ]
+
+
+async def _serve(plan: Plan, directory: Path, port: int) -> int:
+    _say(f"drafthouse serves {plan.model_name}: starting the engine and {plan.serve.frontends} frontend(s)")
+    for line in _summary(plan):
+        _say(f"  {line}")
+    supervisor = Supervisor(programs(plan, f"ipc://{directory}/engine.sock", port), _say)
+    announcing = asyncio.create_task(_announce(plan, port, supervisor), name="announce")
+    try:
+        code = await supervisor.run()
+    finally:
+        announcing.cancel()
+    _say("stopped" if code == 0 else f"stopped with exit code {code}")
+    return code
+
+
+def _summary(plan: Plan) -> list[str]:
+    engine = plan.engine
+    drafts = f"{engine.num_draft_tokens} draft tokens" if engine.max_draft_len else "plain decoding"
+    return [
+        f"model        {engine.model} as {plan.model_name}",
+        f"executor     {engine.executor}, dtype {engine.dtype}, device {engine.device}",
+        f"speculation  {engine.speculator}, {drafts}",
+        f"batch        {engine.max_num_seqs} sequences, {engine.max_num_batched_tokens} tokens per step",
+        f"cache        {engine.kv_cache_tokens or 'sized by memory'}, prefix caching "
+        f"{'on' if engine.prefix_caching else 'off'}",
+    ]
+
+
+async def _announce(plan: Plan, port: int, supervisor: Supervisor) -> None:
+    """Wait until every frontend answers ready, then say where. Connections spread over the frontends by themselves."""
+    host = _reachable(plan.frontend.host)
+    started_s = time.monotonic()
+    in_a_row = 0
+    while in_a_row < 3 * plan.serve.frontends:
+        in_a_row = in_a_row + 1 if await _is_ready(host, port) else 0
+        if in_a_row == 0:
+            await asyncio.sleep(READY_POLL_S)
+    supervisor.is_up()
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    body = json.dumps({"model": plan.model_name, "messages": [{"role": "user", "content": "Hello!"}]})
+    _say(f"ready after {time.monotonic() - started_s:.1f} s on {url} (metrics: {url}/metrics)")
+    _say(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+
+
+async def _is_ready(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(2):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                return b" 200 " in await reader.readline()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
+
+
+def _flags(plan: Plan, kind: type[msgspec.Struct], without: tuple[str, ...] = ()) -> list[str]:
+    own = table(kind, without=(*without, *_ENGINE_OWN, *_FRONTEND_OWN))
+    return as_flags({name: value for name, value in plan.given.items() if name in own})
+
+
+def _reserve_port(host: str, port: int) -> socket.socket:
+    """A bound socket that keeps the port for the frontends, which share it. Raises OSError when somebody else has it.
+
+    The first bind, without SO_REUSEPORT, is what finds another server: two that both share would share silently.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        chosen = probe.getsockname()
+    held = socket.socket(family, kind, protocol)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(chosen)
+    return held
+
+
+def _short_directory() -> str | None:
+    """Where the socket goes: socket paths are limited to about 100 bytes, and some TMPDIRs are longer."""
+    return None if len(tempfile.gettempdir()) < 60 else "/tmp"
+
+
+def _remove_left_directories() -> None:
+    """Remove what supervisors that were killed left behind."""
+    for left in Path(_short_directory() or tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*-*"):
+        pid = left.name.removeprefix(DIRECTORY_PREFIX).partition("-")[0]
+        if pid.isdigit() and not _is_alive(int(pid)) and left.is_dir() and left.stat().st_uid == os.getuid():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
