@@ -18,7 +18,7 @@ from frontend.exposition import CLASSIC_CONTENT_TYPE, MetricFamily, Sample, clas
 
 FINISHED_REASONS: Final = ("stop", "length", "abort", "error")
 REJECTION_REASONS: Final = ("max_num_queued_reqs", "max_num_queued_tokens", "expired", "draining", "engine_down")
-ABANDONED_STAGES: Final = ("body", "admission", "tokenize")
+ABANDONED_STAGES: Final = ("body", "tokenize")
 
 _LATENCY: Final = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
