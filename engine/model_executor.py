@@ -7,7 +7,7 @@ B = spans that sample.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -55,7 +55,7 @@ class ExecutorSettings:
     max_num_seqs: int = 64
     max_model_len: int | None = None
     speculator: str = "none"
-    speculation: SpeculationSettings = SpeculationSettings()
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
 
 from engine.model.arch import ArchConfig
 from engine.model.attention import PagedAttention
-from engine.model.layers import LayerWeights, feed_forward, rms_norm
+from engine.model.layers import LayerWeights, feed_forward, project, rms_norm
 from engine.model.rope import attention_factor, rotate
 
 Layout = TypeVar("Layout")
@@ -79,7 +79,7 @@ class DecoderModel:
             queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
             attention.pool.write(index, step.slots, keys, values)
             attended = attention.attend(index, queries, layout)
-            hidden = hidden + F.linear(attended, layer.out, layer.out_bias)
+            hidden = hidden + project(attended, layer.out, layer.out_bias)
             normed = rms_norm(hidden, layer.ffn_norm, self.arch.norm_eps)
             hidden = hidden + feed_forward(normed, layer)
         if self.arch.num_layers in tapped:
@@ -91,12 +91,12 @@ class DecoderModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] from `forward` to float32 [R, V]."""
         normed = rms_norm(hidden, self.weights.final_norm, self.arch.norm_eps)
-        return F.linear(normed, self.weights.output).float()
+        return project(normed, self.weights.output).float()
 
     def _project(self, normed: torch.Tensor, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [T, H, D], keys and values [T, K, D], before the rotation."""
         arch = self.arch
-        fused = F.linear(normed, layer.qkv, layer.qkv_bias).view(normed.shape[0], -1, arch.head_dim)
+        fused = project(normed, layer.qkv, layer.qkv_bias).view(normed.shape[0], -1, arch.head_dim)
         queries, keys, values = torch.split_with_sizes(
             fused, (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads), dim=1
         )

@@ -5,7 +5,7 @@ Owns the rules and their refusals; allocates nothing and changes no torch settin
 
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 
 _CPU_KV_TOKENS = 8192  # on a CPU, unless a longest sequence asks for more: 377 MB for the embedded model in float32
