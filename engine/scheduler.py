@@ -196,8 +196,7 @@ class Scheduler:
             num_draft = self._draft_budget(sequence, share)
             spare -= num_draft
             budget -= num_draft
-            start = len(sequence.token_ids) - 1
-            spans.append(self._span(sequence, (sequence.token_ids[start],), SpanKind.ROUND, num_draft))
+            spans.append(self._span(sequence, (sequence.token_ids[-1],), SpanKind.ROUND, num_draft))
         return spans, max(budget, 0)
 
     def _draft_budget(self, sequence: Sequence, share: int) -> int:

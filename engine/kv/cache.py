@@ -61,6 +61,8 @@ class KVCache:
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Hold blocks for `num_tokens` positions; False, and nothing changed, when there are too few."""
+        if num_tokens <= len(sequence.block_ids) * self.block_size:
+            return True
         block_ids = self._blocks.reserve(sequence.block_ids, num_tokens)
         if block_ids is None:
             return False
@@ -73,9 +75,11 @@ class KVCache:
 
     def commit(self, sequence: Sequence) -> None:
         """Make the computed full blocks findable and give back what rejected drafts had reserved."""
-        if self.prefix_caching:
+        size = self.block_size
+        if self.prefix_caching and (sequence.prefix_num_blocks + 1) * size <= sequence.num_computed:
             self._make_findable(sequence)
-        sequence.block_ids = self._blocks.commit(sequence.block_ids, len(sequence.token_ids))
+        if (len(sequence.block_ids) - 1) * size >= len(sequence.token_ids):
+            sequence.block_ids = self._blocks.commit(sequence.block_ids, len(sequence.token_ids))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give the child the parent's full blocks of their common prompt, all but the prompt's last token at most."""
