@@ -163,7 +163,7 @@ class Scheduler:
         position = 0
         while position < len(self._running):
             sequence = self._running[position]
-            if sequence.is_decoding and sequence.key.frontend_id not in paused:
+            if sequence.is_decoding and (not paused or sequence.key.frontend_id not in paused):
                 if not self._make_room(sequence):
                     continue  # it preempted itself: the next one took its position
                 rounds.append(sequence)
@@ -203,7 +203,10 @@ class Scheduler:
         length = len(sequence.token_ids)
         if sequence.sim is not None:
             return min(self._settings.max_draft_len, sequence.num_remaining - 1)
-        room = min(share, self._cache.room(sequence) - length)
+        slots = len(sequence.block_ids) * self._capacity.block_size - length  # held already
+        if slots < self._settings.max_draft_len:
+            slots = self._cache.room(sequence) - length
+        room = min(share, slots)
         num_draft = draft_budget(self._draft_limits, sequence.sampling, length, sequence.num_prompt, room)
         if num_draft and not self._cache.grow(sequence, length + num_draft):
             raise RuntimeError(f"{num_draft} draft slots were counted as free and are not")
