@@ -183,6 +183,21 @@ def test_a_round_that_ran_while_its_request_was_closed_is_counted_as_aborted(clo
     assert books.counters.aborted_rounds == 1, "counted once"
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [failed_result("broken"), SpanResult(0, 0, 0, 0, 0, (), None, None, None, retracted=True)],
+    ids=["failed", "retracted"],
+)
+def test_a_closed_row_without_a_verdict_is_no_round(answer: SpanResult) -> None:
+    books = started()
+    books.step((books.sequence, SpanKind.ROUND, answer), closed=frozenset({("f", 1, 0)}))
+    counters = books.counters
+    assert (counters.draft_rounds, counters.plain_rounds, counters.aborted_rounds) == (0, 0, 0)
+    books.ledger.close("f", Close(1, 0, CloseReason.CLIENT_GONE, 0))
+    (output,) = books.step()
+    assert output.round is None and output.finish == ABORTED
+
+
 def test_a_prompt_that_ended_while_its_request_was_closed_counts_nothing() -> None:
     books = Books()
     books.step((books.sequence, SpanKind.LAST_CHUNK, FIRST), closed=frozenset({("f", 1, 0)}))
@@ -353,6 +368,12 @@ def test_events_are_for_traced_requests_only() -> None:
     books.ledger.retracted(traced)
     (output,) = books.step()
     assert [event.kind for event in output.events] == [EventKind.RETRACTED]
+    assert books.step() == []
+
+
+def test_events_of_a_frontend_that_left_reach_nobody_who_comes_under_its_name() -> None:
+    books = Books(trace_level=3)
+    books.ledger.drop("f")
     assert books.step() == []
 
 

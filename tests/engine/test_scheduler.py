@@ -177,6 +177,48 @@ def test_forked_children_that_wait_give_up_their_blocks_before_anyone_is_preempt
     assert engine.counters.num_preemptions == 0
 
 
+def test_children_fork_also_when_child_0_ends_with_its_first_token() -> None:
+    engine = Engine(max_num_seqs=4, prefix_caching=False)
+    engine.submit(5, range(10, 29), n=3, max_tokens=1)
+    engine.run_dry()
+    assert [[len(span.token_ids) for span in plan.spans] for plan in engine.fake.plans] == [[19], [3, 3]]
+    assert [engine.tokens(5, child) for child in range(3)] == [
+        plain_tokens(range(10, 29), 5 + child, 1) for child in range(3)
+    ]
+
+
+def test_an_answer_is_found_in_the_cache_by_the_request_that_continues_it() -> None:
+    engine = Engine(block_size=4)
+    engine.submit(1, range(10, 18), max_tokens=9)
+    engine.run_dry()
+    engine.submit(2, [*range(10, 18), *engine.tokens(1), 50], max_tokens=1)
+    engine.run_dry()
+    assert engine.counters.prefix_cache_hits == 16, "8 of the prompt, 8 of the answer's 9: the last is not computed"
+
+
+def test_a_growing_row_takes_the_blocks_of_waiting_children_before_it_preempts_itself() -> None:
+    engine = Engine(num_blocks=10, block_size=4, max_num_seqs=1, prefix_caching=False)
+    engine.submit(5, range(10, 34), n=2, max_tokens=2)
+    engine.step()
+    engine.submit(6, range(40, 44), max_tokens=30, priority=-1)
+    engine.run_dry()
+    assert engine.counters.num_preemptions == 0
+    assert engine.tokens(6) == plain_tokens(range(40, 44), 6, 30)
+    assert engine.tokens(5, 1) == plain_tokens(range(10, 34), 6, 2)
+
+
+def test_an_admission_leaves_a_block_for_those_who_run() -> None:
+    engine = Engine(num_blocks=4, block_size=4, max_num_seqs=2, prefix_caching=False)
+    engine.submit(1, range(10, 14), max_tokens=6)
+    engine.submit(2, range(20, 32), max_tokens=1)
+    engine.step(2)
+    load = engine.publisher.snapshots[-1].load
+    assert (load.running, load.waiting) == (1, 1), "three free blocks would be gone with its prompt"
+    engine.run_dry()
+    assert engine.counters.num_preemptions == 0
+    assert engine.tokens(2) == plain_tokens(range(20, 32), 2, 1)
+
+
 @pytest.mark.parametrize(
     ("message", "reason", "words"),
     [
