@@ -119,7 +119,7 @@ class EngineCore:
                 logger.critical("device_failure reason=%r", self._device_failure)
                 return 1
         self._last_step()
-        return 0
+        return 0 if self._device_failure is None else 1
 
     def stop(self) -> None:
         """End soon: what still runs is aborted with a reason."""

@@ -92,8 +92,7 @@ class Ledger:
         return (frontend_id, request_id) in self._requests
 
     def refuse_duplicate(self, frontend_id: str, submit: Submit) -> None:
-        """A Submit under the id of an open request: counted like a malformed message, because an answer would reach the
-        other request's stream."""
+        """A Submit under an open request's id: counted as refused; an answer would reach the other request's stream."""
         self._num_refused += 1
         logger.warning("duplicate_request_id frontend=%s request_id=%d", frontend_id, submit.request_id)
 

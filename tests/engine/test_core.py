@@ -361,9 +361,8 @@ class Traffic:
 
     def verify(self) -> None:
         engine = self.engine
-        load = engine.publisher.snapshots[-1].load
-        assert (load.running, load.waiting, load.waiting_tokens, load.blocks_used) == (0, 0, 0, 0)
-        assert engine.ledger.num_open == 0
+        load, num_open = engine.publisher.snapshots[-1].load, engine.ledger.num_open
+        assert (load.running, load.waiting, load.waiting_tokens, load.blocks_used, num_open) == (0, 0, 0, 0, 0)
         totals = engine.publisher.counters()
         totals.check()
         if not self.has_detached:
