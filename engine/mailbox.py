@@ -74,13 +74,15 @@ class Mailbox:
     # ---- I/O thread ----
 
     def put(self, frontend_id: str, message: Submit | Close | Detach | Gone) -> int:
-        """Queue one arrival; returns how many of this frontend now wait. Call `ring` after a batch."""
+        """Queue one arrival; returns how many of this frontend now wait."""
         with self._lock:
             self._arrivals.append((frontend_id, message))
             self._num_pending[frontend_id] += 1
+            num_pending = self._num_pending[frontend_id]
             if isinstance(message, Close):
                 self._closes.add((frontend_id, message.request_id, message.index))
-            return self._num_pending[frontend_id]
+        self._waker.ring()
+        return num_pending
 
     def set_paused(self, paused: frozenset[str]) -> None:
         if paused != self._paused:
@@ -122,9 +124,6 @@ class Mailbox:
         return has_work
 
     def wake(self) -> None:
-        self._waker.ring()
-
-    def ring(self) -> None:
         self._waker.ring()
 
     def peek_closes(self) -> set[tuple[str, int, int]]:

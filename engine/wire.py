@@ -82,6 +82,7 @@ class Wire:
             self._switchboard.bind(self._context, self._address)
         except WireFailure:
             self._context.destroy(linger=0)
+            self._close_bells()
             raise
         self._thread.start()
 
@@ -91,6 +92,9 @@ class Wire:
         self._bell.ring()
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
+        self._close_bells()
+
+    def _close_bells(self) -> None:
         self._bell.close()
         self._mailbox.close()
 
@@ -133,6 +137,7 @@ class Wire:
             logger.exception("wire failed")
             self._mailbox.fail(error)
         finally:
+            self._switchboard.leave_address()
             if self._context is not None:
                 self._context.destroy(linger=LINGER_MS)
 
@@ -149,6 +154,7 @@ class _Switchboard:
         self._step_id, self._counters, self._load = hello.step_id, hello.counters, hello.load
         self._last_sent_ns = clock_ns()
         self._refused_seen = 0
+        self._socket_path: Path | None = None
         self._router: zmq.Socket[bytes]
         self._monitor: zmq.Socket[bytes]
 
@@ -167,6 +173,7 @@ class _Switchboard:
             raise WireFailure(f"cannot listen on {address}: {error.strerror}") from error
         if path is not None:
             path.chmod(0o600)  # whoever can write to it can use the engine
+            self._socket_path = path
 
     def serve(self) -> None:
         """Until the wire closes: publish, receive, keep time."""
@@ -183,6 +190,11 @@ class _Switchboard:
         self._publish()
         for peer in list(self._peers.values()):
             self._send(peer.identity, self._detached(DetachReason.SHUTDOWN))
+
+    def leave_address(self) -> None:
+        """Remove the socket file, which ZeroMQ leaves. Before closing: after it, the file may be another engine's."""
+        if self._socket_path is not None:
+            self._socket_path.unlink(missing_ok=True)
 
     # ---- to frontends ----
 
@@ -262,7 +274,6 @@ class _Switchboard:
             return True
         finally:
             self._update_paused()
-            self._mailbox.ring()
         return False
 
     def _on_frames(self, frames: list[bytes]) -> None:
@@ -347,7 +358,6 @@ class _Switchboard:
         logger.warning("frontend gone frontend=%s reason=%r", peer.frontend_id, reason)
         self._forget(peer)
         self._mailbox.put(peer.frontend_id, Gone(peer.frontend_id, reason))
-        self._mailbox.ring()
 
     def _forget(self, peer: Peer) -> None:
         self._peers.pop(peer.frontend_id, None)

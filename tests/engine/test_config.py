@@ -1,0 +1,75 @@
+"""What an engine may be told, and what it refuses."""
+
+import pytest
+
+from deploy.serve import options as serve_options
+from engine.config import EngineConfig
+from frontend.config import FrontendConfig
+from protocol.options import OptionsError, parse, table
+
+
+def config(*arguments: str) -> EngineConfig:
+    return parse(EngineConfig, arguments, {}, program="engine")
+
+
+def test_the_promised_defaults():
+    got = config()
+    assert (got.model, got.speculator, got.num_draft_tokens, got.lookup_min, got.lookup_max) == (
+        "embedded", "ngram", 5, 2, 4,
+    )  # fmt: skip
+    assert (got.max_num_seqs, got.max_num_batched_tokens, got.block_size, got.prefix_caching) == (64, 512, 16, True)
+    assert (got.executor, got.engine_id, got.max_draft_len) == ("model", "0", 5)
+    assert config("--speculator", "none").max_draft_len == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--sim-step-ms", "5"), "--sim-step-ms works only with --executor sim"),
+        (("--sim-prefill-ms", "5"), "--sim-prefill-ms works only with --executor sim"),
+        (("--sim-acceptance", "1"), "--sim-acceptance works only with --executor sim"),
+        (("--executor", "sim", "--dtype", "bf16"), "--dtype says nothing with --executor sim"),
+        (("--executor", "sim", "--device", "cuda"), "--device says nothing with --executor sim"),
+        (("--speculator", "none", "--lookup-min", "2"), "--lookup-min works only with --speculator ngram"),
+        (("--speculator", "none", "--lookup-max", "2"), "--lookup-max works only with --speculator ngram"),
+        (("--speculator", "none", "--num-draft-tokens", "2"), "--num-draft-tokens says nothing"),
+        (("--lookup-min", "5"), "--lookup-min 5 is greater than --lookup-max 4"),
+        (("--kv-cache-tokens", "8"), "--kv-cache-tokens 8 is less than one --block-size 16"),
+        (("--listen", "http://x"), "no engine address"),
+        (("--listen", "tcp://0.0.0.0:5570"), "CURVE is not supported yet"),
+        (("--listen", "tcp://10.1.2.3:5570"), "--allow-plaintext-tcp"),
+        (("--engine-id", "a b"), "--engine-id"),
+        (("--engine-id", ""), "--engine-id"),
+        (("--served-model-name", "my model"), "would read 0"),
+        (("--served-model-name", 'a"b'), "would read 0"),
+        (("--served-model-name", "a\nb"), "would read 0"),
+        (("--served-model-name", ""), "is empty"),
+        (("--sim-acceptance", "1.5", "--executor", "sim"), "--sim-acceptance"),
+    ],
+)
+def test_contradictions_and_bad_values_are_refused_by_name(arguments: tuple[str, ...], words: str):
+    with pytest.raises(OptionsError) as caught:
+        config(*arguments)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://[::1]:1", "ipc:///run/x"])
+def test_private_addresses_need_no_permission(address: str):
+    assert config("--listen", address).listen == address
+
+
+def test_plaintext_beyond_this_machine_is_possible_when_said():
+    assert config("--listen", "tcp://0.0.0.0:5570", "--allow-plaintext-tcp").allow_plaintext_tcp
+
+
+def test_serve_takes_every_option_of_both_roles_but_what_it_decides_itself():
+    both = set(table(EngineConfig)) | set(table(FrontendConfig)) | {"frontends"}
+    assert set(serve_options()) == both - {"listen", "allow_plaintext_tcp", "engine", "reuse_port"}
+
+
+def test_options_that_two_roles_share_have_one_type_and_default():
+    engine, frontend = table(EngineConfig), table(FrontendConfig)
+    shared = set(engine) & set(frontend)
+    assert shared == {"model", "served_model_name", "log_level"}
+    for name in shared:
+        assert engine[name].default == frontend[name].default
