@@ -7,8 +7,6 @@ engine.
 """
 
 import logging
-import os
-import socket
 import threading
 import time
 from collections import deque
@@ -22,6 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 from engine.mailbox import Arrival, Mailbox, Waker, WireFailure
 from engine.peers import Peer
 from engine.sequence import Gone
+from engine.socket_path import check_socket_path
 from protocol.codec import MAX_MESSAGE_BYTES, MalformedMessage, decode_from_frontend, encode
 from protocol.endpoints import HEARTBEAT_INTERVAL_S, MAX_FRONTENDS, MAX_UNACKNOWLEDGED_STEPS, SEND_HIGH_WATER_MARK
 from protocol.messages import (
@@ -162,7 +161,7 @@ class _Switchboard:
         """Take the address. Raises `WireFailure`."""
         path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
         if path is not None:
-            _check_socket_path(path)
+            check_socket_path(path)
         self._router = context.socket(zmq.ROUTER)
         for option, value in _ROUTER_OPTIONS.items():
             self._router.setsockopt(option, value)
@@ -387,21 +386,3 @@ _ROUTER_OPTIONS = {
 
 def _now(clock_ns: Callable[[], int]) -> tuple[int, int]:
     return clock_ns(), time.time_ns()
-
-
-def _check_socket_path(path: Path) -> None:
-    """Refuse a path that cannot be bound, and one on which an engine lives: ZeroMQ would take it over silently."""
-    if len(os.fsencode(path)) > 100:
-        raise WireFailure(f"cannot listen on ipc://{path}: the path is longer than 100 bytes")
-    if not path.parent.is_dir():
-        raise WireFailure(f"cannot listen on ipc://{path}: the directory {path.parent} does not exist")
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise WireFailure(f"cannot listen on ipc://{path}: a file that is no socket is in the way")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return  # a socket file that nobody listens on: left by an engine that was killed
-    raise WireFailure(f"cannot listen on ipc://{path}: another engine listens there")
