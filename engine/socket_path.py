@@ -4,7 +4,7 @@ import os
 import socket
 from pathlib import Path
 
-from engine.mailbox import WireFailure
+from engine.handover import WireFailure
 
 MAX_PATH_BYTES = 100  # sun_path holds 108 on Linux and 104 elsewhere
 

@@ -2,7 +2,7 @@
 
 Owns attaching and cutting off, heartbeats, fences, flow control, and refusing what is no message. Answers all of that
 while the step thread is busy for seconds. Never schedules, counts no tokens, and never changes a StepOutput. Implements
-core's `Inbox` (through engine.mailbox) and `Publisher`; built and closed by engine.__main__. The only zmq user in the
+core's `Inbox` (through engine.handover) and `Publisher`; built and closed by engine.__main__. The only zmq user in the
 engine.
 """
 
@@ -17,9 +17,9 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from engine.mailbox import Arrival, Mailbox, Waker, WireFailure
+from engine.handover import Mailbox, Waker, WireFailure
 from engine.peers import Peer
-from engine.sequence import Gone
+from engine.sequence import Arrival, Gone
 from engine.socket_path import check_socket_path
 from protocol.codec import MAX_MESSAGE_BYTES, MalformedMessage, decode_from_frontend, encode
 from protocol.endpoints import HEARTBEAT_INTERVAL_S, MAX_FRONTENDS, MAX_UNACKNOWLEDGED_STEPS, SEND_HIGH_WATER_MARK

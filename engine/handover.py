@@ -10,10 +10,8 @@ import socket
 import threading
 from collections import Counter, deque
 
-from engine.sequence import Gone
+from engine.sequence import Arrival, Gone
 from protocol.messages import Close, Detach, Submit
-
-Arrival = tuple[str, Submit | Close | Detach | Gone]
 
 
 class WireFailure(RuntimeError):
