@@ -5,6 +5,7 @@ decides anything. engine.wire fills it, engine.core drains it (it is core's `Inb
 """
 
 import contextlib
+import math
 import select
 import socket
 import threading
@@ -29,6 +30,8 @@ class Waker:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._is_ringing = False
+        self._poll = select.poll()  # not select.select, which fails for descriptors above 1023
+        self._poll.register(self._reader, select.POLLIN)
 
     def fileno(self) -> int:
         return self._reader.fileno()
@@ -48,7 +51,7 @@ class Waker:
 
     def wait(self, timeout_s: float | None) -> None:
         """Sleep until rung or until the time is up; then clear."""
-        select.select([self._reader], [], [], timeout_s)
+        self._poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
         self.clear()
 
     def close(self) -> None:

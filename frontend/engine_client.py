@@ -359,7 +359,7 @@ def _has_input(watched: "zmq.Socket[bytes]") -> bool:
 
 
 def _one_address(addresses: str | Sequence[str]) -> str:
-    listed = addresses.split(",") if isinstance(addresses, str) else list(addresses)
+    listed = [addresses] if isinstance(addresses, str) else list(addresses)
     if len(listed) != 1:
         raise ValueError(f"--engine names {len(listed)} addresses: this version connects to exactly one engine")
     return check_address(listed[0])

@@ -18,6 +18,8 @@ MAX_FRONTENDS = 64
 
 def check_address(address: str) -> str:
     """Return `address` if ZeroMQ can bind or connect it here, else raise ValueError with a sentence."""
+    if address.count("://") > 1:
+        raise ValueError(f"{address!r} names several addresses: this version connects to exactly one engine")
     scheme, separator, rest = address.partition("://")
     if separator and scheme == "ipc" and rest:
         return address

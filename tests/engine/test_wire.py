@@ -236,7 +236,7 @@ def test_malformed_messages_are_counted_and_never_fatal(address: str):
         one.send(b"\x95\x02" + b"\x91" * 10_000)
         two.send(Fence(1))
         two.expect(FenceReply, timeout_s=10)
-        assert engine.wire.refused_messages > num_sent // 2
+        soon(lambda: engine.wire.refused_messages > num_sent // 2)
 
 
 def test_an_oversized_message_is_refused_and_its_sender_lives(address: str):
