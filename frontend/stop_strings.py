@@ -70,6 +70,9 @@ class StopMatcher:
         if self._matched is not None:
             return Piece("", 0, None)
         hidden_from = len(token_ids) - (ends_with_stop_token and not self._include_stop)
+        if not self._patterns:  # most requests: 1 us a token instead of 3
+            self._num_tokens += len(token_ids)
+            return Piece(self._detokenizer.push(token_ids[:hidden_from]), len(token_ids), None)
         emitted = []
         for index, token_id in enumerate(token_ids):
             self._num_tokens += 1
@@ -112,10 +115,13 @@ class _Pattern:
             raise ValueError("a stop string must not be empty")
         self.stop = stop
         self.num_matched = 0  # characters of `stop` that the text so far ends with
+        self._first = stop[0]
         self._fallback = _fallback_table(stop)
 
     def find(self, text: str, added: str) -> list[int]:
         """Advance over `added`, the end of `text`; the starts in `text` of complete matches, at most the first one."""
+        if not self.num_matched and self._first not in added:
+            return []
         starts: list[int] = []
         position = len(text) - len(added)
         for char in added:

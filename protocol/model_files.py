@@ -75,6 +75,12 @@ class ModelFiles:
         """tokenizer_config.json, empty where there is none."""
         return _read_json_if_present(self.path / "tokenizer_config.json")
 
+    @cached_property
+    def vocabulary(self) -> "Vocabulary":
+        """What `read_vocabulary` gives."""
+        tokens, size = _gguf_tokens(self) if self.kind == "gguf" else _hf_tokens(self)
+        return Vocabulary(tokens, size, _hash(tokens))
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -113,8 +119,7 @@ def resolve(model: str) -> ModelFiles:
 
 def read_vocabulary(files: ModelFiles) -> Vocabulary:
     """Token strings, number of logits and hash. Raises `ModelFilesError`."""
-    tokens, size = _gguf_tokens(files) if files.kind == "gguf" else _hf_tokens(files)
-    return Vocabulary(tokens, size, _hash(tokens))
+    return files.vocabulary
 
 
 def read_eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
