@@ -105,10 +105,6 @@ class Choice:
     def is_closing(self) -> bool:
         return self._state is _State.CLOSING
 
-    @property
-    def has_failed(self) -> bool:
-        return self.failure is not None
-
     def push(self, output: SequenceOutput) -> CloseOrder | None:
         """Take one step of this child; return what to tell the engine, if anything."""
         if output.prompt is not None:
@@ -132,7 +128,7 @@ class Choice:
     def take(self) -> Piece | None:
         """What can be sent now, or None. A child's last piece is held until the engine has answered its Close."""
         pending = self._pending
-        if self._state is _State.CLOSING or self.has_failed:
+        if self._state is _State.CLOSING:
             return None
         if not pending.text and pending.finish_reason is None:
             return None  # tokens whose text is held back ride on the next piece

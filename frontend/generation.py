@@ -123,6 +123,7 @@ class Generation:
     _recorded: set[int] = field(default_factory=set)
     _submitted_s: float = 0.0
     _has_ended: bool = False
+    _failure: ApiError | None = None
     _end_reason: str = "abort"  # of children that have not ended when the request does
 
     async def __aenter__(self) -> "Generation":
@@ -189,6 +190,8 @@ class Generation:
 
         Raises ApiError when a child failed, and `EngineLost` from the stream. The rest is ended by leaving the block.
         """
+        if self._failure is not None:
+            raise self._failure
         live = [running for running in self._running if not running.is_over]
         if not live:
             return []
@@ -235,8 +238,10 @@ class Generation:
                 if order is not None:
                     running.stream.close(child, order.reason, order.kept)
             if choice.failure is not None:
-                raise self._failed(running, child, choice.failure)
-            if choice.is_closed:
+                # What it said before is still to be delivered; the error comes with the next call.
+                self._failure = self._failure or self._failed(running, child, choice.failure)
+                self._end_reason = "error"
+            elif choice.is_closed:
                 self._record(running, child, choice.finish_reason)
             moved.append(choice)
         return moved

@@ -11,7 +11,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import Metric
-from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.openmetrics.exposition import ALLOWUTF8, CONTENT_TYPE_LATEST, generate_latest
 
 from frontend.engine_families import EngineView, engine_families
 from frontend.exposition import CLASSIC_CONTENT_TYPE, MetricFamily, Sample, classic_text
@@ -188,7 +188,9 @@ class FrontendMetrics:
         if scope != "engine":
             families += [_family(metric) for metric in self._registry.collect()]
         if "application/openmetrics-text" in accept:
-            return generate_latest(_Collected(families)), CONTENT_TYPE_LATEST  # type: ignore[no-untyped-call]
+            # The default escaping would turn the colons of vLLM's names into underscores.
+            page: bytes = generate_latest(_Collected(families), ALLOWUTF8)  # type: ignore[no-untyped-call]
+            return page, CONTENT_TYPE_LATEST
         return classic_text(families), CLASSIC_CONTENT_TYPE
 
     def _counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:

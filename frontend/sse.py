@@ -19,6 +19,7 @@ from frontend.errors import ApiError
 
 PROBE_INTERVAL_S = 0.25  # after the client has closed its sending side, find out soon whether it still reads
 
+_PING = b": ping\n\n"
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -77,7 +78,6 @@ class EventStream:
 
     def hurry(self) -> None:
         """The client has closed its sending side: write soon and often, because only a write tells whether it reads."""
-        self._ping_interval_s = min(self._ping_interval_s, PROBE_INTERVAL_S)
         self._hurried.set()
 
     async def _write(self, data: bytes) -> None:
@@ -94,17 +94,18 @@ class EventStream:
 
     async def _ping(self) -> None:
         with contextlib.suppress(ConnectionError):  # the handler is cancelled by the server
-            while True:
+            while not self._hurried.is_set():
                 idle_s = time.monotonic() - self._last_write_s
                 if idle_s < self._ping_interval_s or self._is_writing:
                     await self._rest(max(self._ping_interval_s - idle_s, 0.01))
                 else:
-                    await self._write(b": ping\n\n")
+                    await self._write(_PING)
+            while True:
+                if not self._is_writing:
+                    await self._write(_PING)
+                await asyncio.sleep(min(PROBE_INTERVAL_S, self._ping_interval_s))
 
     async def _rest(self, seconds: float) -> None:
         """Sleep, but wake up when there is a reason to hurry."""
-        if self._hurried.is_set():
-            await asyncio.sleep(seconds)
-            return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._hurried.wait(), seconds)

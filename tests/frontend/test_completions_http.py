@@ -408,3 +408,18 @@ async def test_the_sampling_parameters_of_the_body_reach_the_engine(api):
     assert given.sampling.logit_bias == {421: 100.0}
     assert given.sampling.bad_words
     assert (given.priority, given.sampling.min_tokens, given.sampling.ignore_eos) == (3, 2, True)
+
+
+@PATHS
+async def test_steps_that_arrive_together_with_a_failure_are_sent_before_it(api, path):
+    api.engine.autoplay = False
+    response = asyncio.create_task(api.http.post(path, json=asked(path, None, {"stream": True, "max_tokens": 9})))
+    while not api.engine.submitted:
+        await asyncio.sleep(0)
+    given = api.engine.submitted[0]
+    given.output(0, [582])
+    given.output(0, [827])
+    given.output(0, finish=Finish(FinishReason.ERROR, message="the sampler failed"))
+    chunks = events(await (await response).text())
+    assert joined(chunks[:-1]) == " one two"
+    assert chunks[-1]["error"]["message"] == "the sampler failed"

@@ -112,6 +112,8 @@ def test_openmetrics_only_when_named():
     text = page(accept="application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.1")
     assert text.endswith("# EOF\n")
     assert "_created" not in text
+    assert "# TYPE vllm:spec_decode_num_drafts counter\n" in text
+    assert f"vllm:spec_decode_num_drafts_total{LABELS}}} 0" in text
 
 
 def test_a_lost_engine_keeps_its_totals_and_loses_its_gauges():
