@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ import psutil
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
+ROOT = Path(__file__).resolve().parents[2]
+_LISTENING = re.compile(r" listening url=(http://\S+) ")
 _READY = re.compile(r"^ready after .* on (http://\S+:(\d+)) ", re.MULTILINE)
 
 
@@ -74,7 +76,7 @@ def serve(*arguments: str, **environment: str) -> Iterator[Server]:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=clean_environment(**environment),
-                cwd=Path(__file__).resolve().parents[2],
+                cwd=ROOT,
                 start_new_session=True,
             )
         family = [psutil.Process(process.pid)]
@@ -83,6 +85,46 @@ def serve(*arguments: str, **environment: str) -> Iterator[Server]:
         finally:
             family += _descendants(process.pid)
             _end(process, family)
+
+
+@contextmanager
+def fleet(num_frontends: int, *engine_options: str) -> Iterator[list[str]]:
+    """One engine and frontends with a port each, started by hand: base URLs, in order. Nobody restarts what dies."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="drafthouse-test-"))
+        address = f"ipc://{directory}/engine.sock"
+        stack.enter_context(running("engine", "--listen", address, *engine_options))
+        logs = [
+            stack.enter_context(running("frontend", "--engine", address, "--port", "0")) for _ in range(num_frontends)
+        ]
+        yield [_attached_url(log) for log in logs]
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[Path]:
+    """`drafthouse ARGUMENTS` while the block runs; gives the path of its log."""
+    with tempfile.TemporaryDirectory(prefix="drafthouse-test-") as directory:
+        log_path = Path(directory) / "log"
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                command(*arguments), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=clean_environment(), cwd=ROOT
+            )
+        try:
+            yield log_path
+        finally:
+            _end(process, [])
+
+
+def _attached_url(log_path: Path) -> str:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        text = log_path.read_text(errors="replace")
+        found = _LISTENING.search(text)
+        if found and " attached engine=" in text:
+            return found[1]
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the frontend did not attach within {READY_TIMEOUT_S:g} s:\n{text[-4000:]}")
+        time.sleep(0.02)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], log_path: Path) -> Server:
