@@ -239,7 +239,7 @@ def test_seeded_sampling_is_the_same_with_and_without_drafts(directory: Path, sp
     allowed = (10, 20, 30)
     params = SamplingParams(max_tokens=64, temperature=0.7, presence_penalty=0.2, allowed_token_ids=allowed)
     token_ids = prompt(6, seed=90) * 4
-    driver = Driver(build(directory, speculator=speculator).executor)
+    driver = Driver(build(directory, speculator=speculator).executor, blocks_per_row=64)
     driver.begin(0, token_ids, params, seed=123)
     driver.begin(1, token_ids, GREEDY)
     while len(driver.generated(0)) < 40 or len(driver.generated(1)) < 40:
