@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 from msgspec import Meta
 
 import deploy
@@ -152,10 +153,12 @@ def _summary(plan: Plan) -> list[str]:
 
 
 async def _announce(plan: Plan, port: int, supervisor: Supervisor) -> None:
-    """Wait until every frontend answers ready, then say where. Connections spread over the frontends by themselves."""
+    """Wait until every frontend listens and answers ready, then say where. The kernel spreads connections over them."""
     host = _reachable(plan.frontend.host)
     started_s = time.monotonic()
     in_a_row = 0
+    while not _all_listen(supervisor, port):
+        await asyncio.sleep(READY_POLL_S)
     while in_a_row < 3 * plan.serve.frontends:
         in_a_row = in_a_row + 1 if await _is_ready(host, port) else 0
         if in_a_row == 0:
@@ -165,6 +168,19 @@ async def _announce(plan: Plan, port: int, supervisor: Supervisor) -> None:
     body = json.dumps({"model": plan.model_name, "messages": [{"role": "user", "content": "Hello!"}]})
     _say(f"ready after {time.monotonic() - started_s:.1f} s on {url} (metrics: {url}/metrics)")
     _say(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+
+
+def _all_listen(supervisor: Supervisor, port: int) -> bool:
+    pids = [pid for name, pid in supervisor.pids().items() if name.startswith("frontend")]
+    return bool(pids) and all(_listens(pid, port) for pid in pids)
+
+
+def _listens(pid: int, port: int) -> bool:
+    try:
+        sockets = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return False
+    return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in sockets)
 
 
 async def _is_ready(host: str, port: int) -> bool:
