@@ -35,7 +35,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
         16 * 1024 * 1024
     )
     max_prompt_chars: Annotated[
-        int | None, Meta(ge=1, description="longest prompt text in characters; default: 16 per token of the context")
+        int | None, Meta(ge=1, description="longest prompt text in characters; default: 64 per token of the context")
     ] = None
     max_prompts: Annotated[int, Meta(ge=1, le=65536, description="most prompts in one completions request")] = 256
     max_inflight_requests: Annotated[
