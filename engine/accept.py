@@ -225,7 +225,10 @@ def draw(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     cumulative = weights.cumsum(dim=1)
     threshold = numbers[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, threshold, right=True).clamp(max=weights.shape[1] - 1)
-    # A parallel scan may rise in the last bit where the weight is 0: such a token must never be emitted.
+    if not weights.is_cuda:
+        return index.squeeze(1)
+    # A parallel scan may rise in the last bit where the weight is 0, which a sequential one cannot: such a token must
+    # never be emitted.
     impossible = weights.gather(1, index) == 0.0
     return torch.where(impossible, weights.argmax(dim=1, keepdim=True), index).squeeze(1)
 
