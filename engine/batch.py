@@ -63,10 +63,6 @@ class Batch:
     sampling: SamplingRows
     prompts: tuple[PromptRows, ...]
 
-    @property
-    def num_tokens(self) -> int:
-        return self.step.token_ids.shape[0]
-
 
 class UnknownRow(KeyError):
     """A plan speaks of a row that no sequence has taken."""
@@ -99,9 +95,6 @@ class Rows:
             return self._rows[row]
         except KeyError:
             raise UnknownRow(f"row {row} holds no sequence") from None
-
-    def __contains__(self, row: int) -> bool:
-        return row in self._rows
 
 
 class BatchBuilder:
