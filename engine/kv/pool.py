@@ -38,7 +38,7 @@ class KVPool:
         self.shape = shape
         self.num_blocks = num_blocks
         size = (shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        # Zeroed lazily by the operating system on a CPU: memory counts once a block is used.
+        # Zeroing touches all of it now: an engine that cannot have its KV cache fails at start, not under load.
         self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
         self.values = torch.zeros(size, dtype=shape.dtype, device=device)
         self._key_slots = self.keys.view(shape.num_layers, -1, shape.num_kv_heads, shape.head_dim)
