@@ -1,0 +1,88 @@
+"""Whatever drafts, the whole engine answers as without speculation, token for token (float32, real models, no sockets).
+
+Every drafter of the registry is enrolled by being there; two oracles hold rollback and counters at both extremes.
+"""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.inprocess import Drafter
+from tests.lossless import (
+    SCENARIOS,
+    Plain,
+    Scenario,
+    assert_equal,
+    check,
+    check_drafting,
+    oracle_drafter,
+    registered_drafters,
+    unused_parameters,
+)
+from tests.tiny import Family, write_tiny_model
+
+DRAFTERS = {drafter.label: drafter for drafter in registered_drafters()}
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+MODEL_SEED = 5
+
+
+class Models:
+    """The tiny models, their plain answers and the scenarios, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @functools.cache  # noqa: B019  # lives as long as the module's tests
+    def directory(self, family: Family) -> Path:
+        return write_tiny_model(self._root / family, family, seed=MODEL_SEED)
+
+    @functools.cache  # noqa: B019
+    def plain(self, family: Family) -> Plain:
+        return Plain(self.directory(family))
+
+    @functools.cache  # noqa: B019
+    def scenario(self, family: Family, name: str) -> Scenario:
+        return SCENARIOS[name](self.plain(family))
+
+    def drafter(self, family: Family, name: str, label: str) -> Drafter:
+        if label in DRAFTERS:
+            return DRAFTERS[label]
+        return oracle_drafter(self.scenario(family, name), self.plain(family), is_right=label == "right")
+
+    def check(self, family: Family, name: str, label: str) -> None:
+        scenario, drafter = self.scenario(family, name), self.drafter(family, name, label)
+        counters = check(self.directory(family), scenario, drafter, self.plain(family), assert_equal)
+        check_drafting(counters, drafter, scenario)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """A tiny matrix is multiplied faster than a second thread wakes up, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("lossless"))
+
+
+@pytest.mark.parametrize("label", [*DRAFTERS, "right", "wrong"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_drafter_answers_as_without_speculation(models: Models, name: str, label: str) -> None:
+    models.check("llama", name, label)
+
+
+@pytest.mark.parametrize("label", [*DRAFTERS, "right", "wrong"])
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_every_family_answers_as_without_speculation(models: Models, family: Family, label: str) -> None:
+    models.check(family, "cramped", label)
+
+
+def test_the_traffic_sets_every_sampling_parameter() -> None:
+    assert unused_parameters() == frozenset()
