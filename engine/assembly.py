@@ -30,6 +30,7 @@ from protocol.model_files import (
     read_vocabulary,
     resolve,
 )
+from protocol.served_name import check_served_model_name
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def assemble(config: EngineConfig, on_progress: OnProgress, epoch: int) -> Engin
         engine_id=config.engine_id,
         epoch=epoch,
         schema=SCHEMA_VERSION,
-        model_name=config.served_model_name or files.name,
+        model_name=check_served_model_name(config.served_model_name or files.name),
         vocab_size=vocabulary.size,
         vocabulary_hash=vocabulary.hash,
         capacity=policy.capacity,

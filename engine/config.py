@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address
+from protocol.served_name import check_served_model_name
 
 NGRAM_OPTIONS = ("lookup_min", "lookup_max")
 SIM_OPTIONS = ("sim_step_ms", "sim_prefill_ms", "sim_acceptance")
@@ -108,19 +109,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sim(self) -> SimConfig:
         return SimConfig(self.sim_step_ms, self.sim_prefill_ms, self.sim_acceptance)
-
-
-def check_served_model_name(name: str) -> str:
-    """Return `name`, or raise ValueError: metric readers split lines at blanks and would read 0 for every counter."""
-    bad = [character for character in name if character.isspace() or not character.isprintable()]
-    bad += [character for character in name if character in "\"'\\{}"]
-    if not name or bad:
-        what = f"contains {bad[0]!r}" if bad else "is empty"
-        raise ValueError(
-            f"--served-model-name {name!r} {what}: the name is a metric label, and bench clients, which split metric "
-            "lines at blanks and quotes, would read 0 for every counter"
-        )
-    return name
 
 
 def check_listen_address(address: str, *, allow_plaintext_tcp: bool) -> None:

@@ -17,7 +17,7 @@ import uvloop
 from frontend.admission import Admission
 from frontend.app import Listener, build_app
 from frontend.chat_template import TemplateError
-from frontend.config import FrontendConfig, check_served_model_name
+from frontend.config import FrontendConfig
 from frontend.deltas import IntervalLog, LatestSnapshot
 from frontend.engine_client import EngineClient
 from frontend.engine_families import EngineView
@@ -26,6 +26,7 @@ from frontend.server import Server
 from frontend.text import Text, load_text
 from protocol.model_files import ModelFilesError, resolve
 from protocol.options import from_process, refuse
+from protocol.served_name import check_served_model_name
 
 PROGRAM = "drafthouse frontend"
 LAST_WORDS_S = 2.0  # for streams to say that the server is going

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address
+from protocol.served_name import check_served_model_name
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -63,15 +64,3 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("host must not be empty")
         if self.served_model_name is not None:
             check_served_model_name(self.served_model_name)
-
-
-def check_served_model_name(name: str) -> str:
-    """Return `name`, or raise ValueError: bench clients split metric lines at blanks and would read 0 for every counter."""
-    if not name or any(
-        character.isspace() or character in "\"'\\{}" or not character.isprintable() for character in name
-    ):
-        raise ValueError(
-            f"served model name {name!r} must not be empty or hold blanks, quotes, braces, backslashes or control "
-            "characters: it is a metric label, and metric readers split lines there"
-        )
-    return name

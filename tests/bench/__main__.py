@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 from rich.table import Table
-from tests.e2e.servers import serve
 
 from tests.bench import load
 from tests.bench.step_overhead import measure_step_overhead
+from tests.e2e.servers import serve
 
 PROMPTS = [json.loads(line) for line in (Path(__file__).parent / "prompts.jsonl").read_text().splitlines()]
 SETTINGS = {"off": ("--speculator", "none"), "ngram": ("--speculator", "ngram")}

@@ -3,9 +3,10 @@
 import pytest
 
 from frontend.admission import Admission
-from frontend.config import FrontendConfig, check_served_model_name
+from frontend.config import FrontendConfig
 from frontend.errors import ApiError
 from frontend.metrics import FrontendMetrics
+from protocol.served_name import check_served_model_name
 from tests.frontend.fakes_client import hello
 
 CAPACITY = hello().capacity
@@ -72,9 +73,9 @@ def test_a_draining_frontend_takes_nothing():
 
 @pytest.mark.parametrize("name", ["My Model", "", 'a"b', "a\nb", "a{b", "a\\b", "a\u00a0b"])
 def test_served_model_names_that_break_metric_readers_are_refused(name):
-    with pytest.raises(ValueError, match="served model name"):
+    with pytest.raises(ValueError, match="served-model-name"):
         check_served_model_name(name)
-    with pytest.raises(ValueError, match="served model name"):
+    with pytest.raises(ValueError, match="served-model-name"):
         FrontendConfig(served_model_name=name)
 
 
