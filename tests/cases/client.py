@@ -5,6 +5,7 @@ Knows nothing of the server's code. LIVE, QUIET, ERR, SUMS are the words of the 
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +16,12 @@ from typing import Any, TypeVar
 import requests
 
 PAT = "red blue green one two three\n" * 12
+# PAT with numbered lines. The embedded model leaves PAT at once (newline -1.09, `red` -1.63) but copies this for as long as
+# it is let: every line gives drafts accepted in full, and one rejected at the number.
+LIST = "".join(f"{number}. red blue green one two three\n" for number in range(1, 9))
 PROBE = {"prompt": "The sky is", "temperature": 0, "max_tokens": 8}
 T = TypeVar("T")
+IS_LONG = os.environ.get("CASES_LONG") == "1"  # `make cases`: the full form of every case
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TIE = 0.001  # a top-2 log-prob gap below this is a near tie in fp32
 

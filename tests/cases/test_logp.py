@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.cases.client import CHAT, COMPLETIONS, PAT, Client, Logprob, Streamed, speculation_delta, together
+from tests.cases.client import (
+    CHAT,
+    COMPLETIONS,
+    IS_LONG,
+    LIST,
+    PAT,
+    Client,
+    Logprob,
+    Streamed,
+    speculation_delta,
+    together,
+)
 
 CLOSE = 0.01  # REF against SPEC in fp32: only the shapes of the matrix products differ
 BLOCK = 16
@@ -48,8 +59,14 @@ def assert_close(ref: Streamed, spec: Streamed) -> int:
 
 
 def test_logp_1_values_under_speculation_are_those_without(ref: Client, spec: Client) -> None:
-    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 64, "logprobs": 5, "return_token_ids": True}
-    calls = [(path, form, prompt) for path in (COMPLETIONS, CHAT) for form in (False, True) for prompt in (PAT, RIVERS)]
+    asked: dict[str, Any] = {
+        "temperature": 0,
+        "max_tokens": 64 if IS_LONG else 32,
+        "logprobs": 5,
+        "return_token_ids": True,
+    }
+    prompts = (LIST, RIVERS, PAT) if IS_LONG else (LIST, RIVERS)
+    calls = [(path, form, prompt) for path in (COMPLETIONS, CHAT) for form in (False, True) for prompt in prompts]
     wanted = together(lambda p=path, t=text: ref.ask(p, False, t, **asked) for path, form, text in calls if not form)
     before = spec.metrics()
     got = together(lambda p=path, f=form, t=text: spec.ask(p, f, t, **asked) for path, form, text in calls)
@@ -68,12 +85,12 @@ def test_logp_1_values_under_speculation_are_those_without(ref: Client, spec: Cl
 
 
 def test_logp_1_accepted_positions_carry_their_own_values(spec: Client) -> None:
-    """The whole continuation of PAT, given as a prompt, has the same values where nothing was ever drafted."""
-    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 48, "logprobs": 1, "return_token_ids": True}
+    """The whole continuation of LIST, given as a prompt, has the same values where nothing was ever drafted."""
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 32, "logprobs": 1, "return_token_ids": True}
     before = spec.metrics()
-    answer = spec.ask(COMPLETIONS, False, PAT, **asked)
+    answer = spec.ask(COMPLETIONS, False, LIST, **asked)
     assert speculation_delta(before, spec.metrics(), 5).accepted >= 10
-    prompt_ids = spec.post("/tokenize", {"prompt": PAT}).json()["tokens"]
+    prompt_ids = spec.post("/tokenize", {"prompt": LIST}).json()["tokens"]
     echoed = spec.complete(prompt=prompt_ids + answer.token_ids[0], max_tokens=1, echo=True, logprobs=1, temperature=0)
     values = echoed["choices"][0]["logprobs"]["token_logprobs"]
     assert values[0] is None
@@ -85,8 +102,8 @@ def test_logp_1_accepted_positions_carry_their_own_values(spec: Client) -> None:
 def test_logp_1_sampled_requests_report_the_untransformed_distribution(ref: Client, spec: Client, path: str) -> None:
     """Temperature, top_k and a bias change which token comes, never the value reported for it."""
     asked: dict[str, Any] = {"seed": 5, "temperature": 1.4, "top_k": 40, "max_tokens": 24, "logprobs": 5}
-    plain = ref.ask(path, False, PAT, return_token_ids=True, **asked)
-    answer = spec.ask(path, True, PAT, return_token_ids=True, **asked)
+    plain = ref.ask(path, False, LIST, return_token_ids=True, **asked)
+    answer = spec.ask(path, True, LIST, return_token_ids=True, **asked)
     assert_well_formed(answer.entries[0], 5)
     assert answer.token_ids == plain.token_ids
     assert assert_close(plain, answer) == 24
@@ -95,11 +112,11 @@ def test_logp_1_sampled_requests_report_the_untransformed_distribution(ref: Clie
 @FORMS
 def test_logp_1_zero_alternatives_still_give_the_chosen_tokens_value(spec: Client, path: str, streamed: bool) -> None:
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "return_token_ids": True}
-    none = spec.ask(path, streamed, PAT, logprobs=0, **asked)
-    five = spec.ask(path, streamed, PAT, logprobs=5, **asked)
+    none = spec.ask(path, streamed, LIST, logprobs=0, **asked)
+    five = spec.ask(path, streamed, LIST, logprobs=5, **asked)
     assert len(none.entries[0]) == 8
     assert none.logprobs[0] == pytest.approx(five.logprobs[0], abs=CLOSE)
-    absent = spec.ask(path, streamed, PAT, **asked)
+    absent = spec.ask(path, streamed, LIST, **asked)
     assert not absent.entries[0]
 
 

@@ -5,7 +5,7 @@ Black box. The simulated engine scripts the run; the real model shows that REF a
 
 import pytest
 
-from tests.cases.client import CHAT, COMPLETIONS, PAT, Client, Streamed, speculation_delta, together, total
+from tests.cases.client import CHAT, COMPLETIONS, LIST, Client, Streamed, speculation_delta, together, total
 
 ONE, TWO, FOUR, FIVE, SIX, END, EOS = 582, 827, 1876, 2531, 2976, 36588, 2
 FORMS = pytest.mark.parametrize(
@@ -70,18 +70,18 @@ def test_stop_1_the_numbers_do_not_depend_on_how_steps_are_cut(sim: Client, path
 
 
 def test_stop_1_on_the_real_model_speculation_cuts_where_one_token_per_step_does(ref: Client, spec: Client) -> None:
-    whole = ref.ask(COMPLETIONS, False, PAT, temperature=0, max_tokens=64, logprobs=1, return_token_ids=True)
+    whole = ref.ask(COMPLETIONS, False, LIST, temperature=0, max_tokens=40, logprobs=1, return_token_ids=True)
     text, ids = whole.text[0], whole.token_ids[0]
     ends = [sum(len(entry.token) for entry in whole.entries[0][: i + 1]) for i in range(len(ids))]
     assert ends[-1] == len(text)
-    stops = [text[start : start + 6] for start in range(1, len(text) - 6, 7)]
-    stops += [text[start : start + 23] for start in range(2, len(text) - 23, 29)]
+    stops = [text[start : start + 6] for start in range(1, len(text) - 6, 23)]
+    stops += [text[start : start + 23] for start in range(2, len(text) - 23, 47)]
     inside = [s for s in stops if text.find(s) not in ends and text.find(s) + len(s) not in ends]
     assert len(inside) >= 4, "no stop starts and ends inside tokens: the text changed, cut it elsewhere"
     before = spec.metrics()
     calls = [(stop, streamed) for stop in dict.fromkeys(inside) for streamed in (False, True)]
-    asked = {"temperature": 0, "max_tokens": 64, "logprobs": 1, "return_token_ids": True}
-    answers = together(lambda s=stop, f=form: spec.ask(COMPLETIONS, f, PAT, stop=[s], **asked) for stop, form in calls)
+    asked = {"temperature": 0, "max_tokens": 40, "logprobs": 1, "return_token_ids": True}
+    answers = together(lambda s=stop, f=form: spec.ask(COMPLETIONS, f, LIST, stop=[s], **asked) for stop, form in calls)
     for (stop, _), answer in zip(calls, answers):
         start = text.find(stop)
         kept = next(i for i, end in enumerate(ends, start=1) if end >= start + len(stop))
