@@ -72,7 +72,10 @@ class Answer:
 
 
 class WatchedExecutor(Executor):
-    """An executor under observation: `before` and `during` run around every plan, the latter while the step is open."""
+    """An executor under observation: `before` and `during` run around every plan, the latter while the step is open.
+
+    What they raise looks to the engine like a failure of the executor: let them note, and judge later.
+    """
 
     def __init__(self, inner: Executor) -> None:
         self.before: Callable[[StepPlan], None] = lambda plan: None
@@ -121,8 +124,10 @@ class InProcessEngine:
 
     @property
     def counters(self) -> Counters:
-        """As published by the last step."""
-        return self.publisher.counters()
+        """As published by the last step; before the first one, as they begin."""
+        if self.publisher.snapshots:
+            return self.publisher.counters()
+        return Counters.zero(self.capabilities.max_draft_len, len(self.capabilities.sources))
 
     @property
     def load(self) -> Load:
@@ -148,13 +153,18 @@ class InProcessEngine:
         self.counters.check()
         self.scheduler.check_integrity()
 
-    def run_dry(self) -> None:
-        """Step until nothing runs, waits or arrives."""
+    def run_dry(self, checks: bool = True) -> None:
+        """Step until nothing runs, waits or arrives; without `checks` at full speed."""
         last = self.num_steps + MAX_STEPS
+        step = self.step if checks else self._core.step
         while self.is_busy:
             if self.num_steps > last:
                 raise AssertionError(f"still busy after {MAX_STEPS} steps")
-            self.step()
+            step()
+
+    def forget(self) -> None:
+        """Drop what was published; request ids may be used again."""
+        self.publisher.steps.clear()
 
     def outputs(self) -> dict[ChildId, list[SequenceOutput]]:
         """Everything published so far, per child, in order."""

@@ -6,12 +6,11 @@ tests/engine/test_lossless.py on the CPU and by tests/gpu/check.py on a device; 
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from engine.plan import StepPlan
 from engine.speculation.oracle import OracleSpeculator
 from engine.speculation.registry import SpeculationSettings, names
 from protocol.counters import Counters
@@ -19,7 +18,7 @@ from protocol.messages import Submit, TokenLogprobs
 from protocol.reasons import FinishReason
 from protocol.sampling import SamplingParams
 from tests.fakes import submit
-from tests.inprocess import Answer, ChildId, Drafter, InProcessEngine, Shape
+from tests.inprocess import MAX_STEPS, Answer, ChildId, Drafter, InProcessEngine, Shape
 
 VOCAB = 320
 ORACLE_WIDTH = 4
@@ -206,7 +205,7 @@ class Plain:
             self._engine.submit(msgspec.structs.replace(one, request_id=number))
             self._engine.run_dry()
             self._known[key] = self._engine.answers()[number, 0]
-            self._engine.publisher.steps.clear()
+            self._engine.forget()
         return self._known[key]
 
 
@@ -221,27 +220,26 @@ def alone(one: Submit, child: int) -> Submit:
 
 def play(engine: InProcessEngine, scenario: Scenario) -> None:
     """Send the scenario's traffic, step by step, until nothing is left."""
+    submitted: dict[int, int] = {}
+    departures = list(scenario.departures)
+
+    def depart(in_flight: bool) -> None:
+        for one in list(departures):
+            at = submitted.get(one.request_id)
+            if one.in_flight is in_flight and at is not None and engine.num_steps - at >= one.after_steps:
+                engine.leave(one.request_id)
+                departures.remove(one)
+
+    engine.executor.during = lambda plan: depart(in_flight=True)
     for wave in scenario.waves:
-        waiting, submitted, first = list(wave), dict[int, int](), engine.num_steps
-        departures = list(scenario.departures)
-
-        def due(in_flight: bool) -> None:
-            for one in list(departures):
-                sent = submitted.get(one.request_id)
-                if one.in_flight is in_flight and sent is not None and engine.num_steps - sent >= one.after_steps:
-                    engine.leave(one.request_id)
-                    departures.remove(one)
-
-        def while_running(plan: StepPlan) -> None:
-            due(in_flight=True)
-
-        engine.executor.during = while_running
+        waiting, first = list(wave), engine.num_steps
         while waiting or engine.is_busy:
             if waiting and (engine.num_steps - first) % scenario.steps_between == 0:
                 submitted[waiting[0].request_id] = engine.num_steps
                 engine.submit(waiting.pop(0))
-            due(in_flight=False)
+            depart(in_flight=False)
             engine.step()
+            assert engine.num_steps - first < MAX_STEPS, "the engine comes to no end"
 
 
 def check(directory: Path, scenario: Scenario, drafter: Drafter, plain: Plain, compare: Compare) -> Counters:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.inprocess import Drafter
+from tests.inprocess import Drafter, Logits
 from tests.lossless import (
     SCENARIOS,
     Plain,
@@ -22,7 +22,8 @@ from tests.lossless import (
     registered_drafters,
     unused_parameters,
 )
-from tests.tiny import Family, write_tiny_model
+from tests.near_ties import FP32, NearTies
+from tests.tiny import EOS_TOKEN_IDS, Family, write_tiny_model
 
 DRAFTERS = {drafter.label: drafter for drafter in registered_drafters()}
 FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
@@ -82,6 +83,15 @@ def test_every_drafter_answers_as_without_speculation(models: Models, name: str,
 @pytest.mark.parametrize("family", FAMILIES[1:])
 def test_every_family_answers_as_without_speculation(models: Models, family: Family, label: str) -> None:
     models.check(family, "cramped", label)
+
+
+def test_plain_answers_are_the_models_own_choice(models: Models) -> None:
+    """What everything above is compared with agrees with plain Python over one forward of the whole text."""
+    compare = NearTies(Logits(models.directory("llama"), "cpu", "fp32"), EOS_TOKEN_IDS, FP32)
+    for one in models.scenario("llama", "mixed").submits:
+        answer = models.plain("llama").answer(one)
+        misses = [compare.miss(one, answer.token_ids[:at], token) for at, token in enumerate(answer.token_ids)]
+        assert max(misses) == 0.0, one.sampling
 
 
 def test_the_traffic_sets_every_sampling_parameter() -> None:
