@@ -29,16 +29,26 @@ class PenaltyCounts:
     def __init__(self, token_ids: Sequence[int], num_prompt_tokens: int, model: SamplingModel) -> None:
         self.output = torch.zeros(model.vocab_size, dtype=torch.int32, device=model.device)  # [V], output only
         self.in_prompt = torch.zeros(model.vocab_size, dtype=torch.bool, device=model.device)  # [V]
-        prompt = torch.tensor(token_ids[:num_prompt_tokens], dtype=torch.int64).to(model.device)
-        self.in_prompt[prompt] = True
+        self.seen = torch.zeros(0, dtype=torch.int64, device=model.device)  # [distinct tokens], prompt and output
+        self._known: set[int] = set()
+        prompt = token_ids[:num_prompt_tokens]
+        self._see(prompt)
+        self.in_prompt[self.seen] = True
         self.commit(token_ids[num_prompt_tokens:])
 
     def commit(self, token_ids: Sequence[int]) -> None:
-        """Count tokens that became permanent: one small upload, O(len(token_ids))."""
+        """Count output tokens that became permanent: small uploads, O(len(token_ids)) on the host."""
         if not token_ids:
             return
+        self._see(token_ids)
         ids = torch.tensor(token_ids, dtype=torch.int64).to(self.output.device)
         self.output.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+
+    def _see(self, token_ids: Sequence[int]) -> None:
+        new = [token for token in dict.fromkeys(token_ids) if token not in self._known]
+        if new:
+            self._known.update(new)
+            self.seen = torch.cat([self.seen, torch.tensor(new, dtype=torch.int64).to(self.seen.device)])
 
 
 class SamplingState:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.sampling import SamplingRows
+from engine.sampling import PenaltyCounts, SamplingRows
 from protocol.sampling import SamplingParams
 
 NO_TOKEN = -float("inf")  # the logit of a banned token
-_PENALTY_SPANS = 16  # spans penalised at once: bounds the dense counts, int32 [rows of 16 spans, V]
+_PENALTY_SPANS = 64  # spans penalised at once: bounds the stacked counts, int32 [64, V]
 _LARGEST_ON_HOST = (64, 1024)  # see `_nucleus_edge`
 
 
@@ -138,37 +138,53 @@ def _walk_back(paths: DraftPaths, rows: SamplingRows, index: int, num_tokens: in
 
 
 def _apply_penalties(logits: torch.Tensor, paths: DraftPaths, rows: SamplingRows, spans: Sequence[int]) -> None:
-    """Repetition over prompt and output, then frequency and presence over the output, in place."""
+    """Repetition over prompt and output, then frequency and presence over the output, in place.
+
+    Only the columns of tokens that were seen can change, so only those are read and written: n x columns, not n x V.
+    """
     table = [
         (row, local, params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         for local, index in enumerate(spans)
         for params in (rows.states[index].params,)
         for row in range(rows.offsets[index], rows.offsets[index] + rows.counts[index])
     ]
-    columns = torch.tensor(table, dtype=torch.float64).to(logits.device).unbind(dim=1)
-    index, local = columns[0].to(torch.int64), columns[1].to(torch.int64)
-    repetition, frequency, presence = (column.to(torch.float32)[:, None] for column in columns[2:])
+    parts = torch.tensor(table, dtype=torch.float64).to(logits.device).unbind(dim=1)
+    index, local = parts[0].to(torch.int64)[:, None], parts[1].to(torch.int64)
+    repetition, frequency, presence = (part.to(torch.float32)[:, None] for part in parts[2:])
 
     counters = [counts for span in spans for counts in (rows.states[span].penalties,) if counts is not None]
-    counts = _emitted_counts(torch.stack([counter.output for counter in counters])[local], paths, rows, index)
-    seen = torch.stack([counter.in_prompt for counter in counters])[local] | (counts > 0)
-    block = logits[index]
-    block = torch.where(seen, torch.where(block > 0, block / repetition, block * repetition), block)
-    block -= frequency * counts
-    block -= presence * (counts > 0)
-    logits.index_copy_(0, index, block)
+    columns = _seen_columns(counters, paths, rows.span[index[:, 0]], local)
+    counts = torch.stack([counter.output for counter in counters])[local[:, None], columns]
+    counts += _drafted_counts(columns, paths, rows, index[:, 0])
+    seen = torch.stack([counter.in_prompt for counter in counters])[local[:, None], columns] | (counts > 0)
+    part = logits[index, columns]
+    part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
+    part -= frequency * counts
+    part -= presence * (counts > 0)
+    logits[index, columns] = part
 
 
-def _emitted_counts(
-    committed: torch.Tensor, paths: DraftPaths, rows: SamplingRows, index: torch.Tensor
+def _seen_columns(
+    counters: Sequence[PenaltyCounts], paths: DraftPaths, span: torch.Tensor, local: torch.Tensor
 ) -> torch.Tensor:
-    """Output token counts int32 [n, V] at logits rows `index`: `committed` (changed in place) and the drafts before."""
-    span = rows.span[index]
-    committed.scatter_add_(1, paths.tokens[span], paths.emitted(rows, index).to(torch.int32))
+    """Token ids int64 [n, columns] that a row's penalties may touch. Repeats are harmless: both get the same value."""
+    seen = torch.nn.utils.rnn.pad_sequence([counter.seen for counter in counters], batch_first=True)[local]
+    drafted = paths.tokens[span]
+    if paths.roots is None:
+        return torch.cat([seen, drafted], dim=1)
+    return torch.cat([seen, drafted, paths.roots[span][:, None].clamp(min=0)], dim=1)
+
+
+def _drafted_counts(columns: torch.Tensor, paths: DraftPaths, rows: SamplingRows, index: torch.Tensor) -> torch.Tensor:
+    """Int32 [n, columns]: how often the drafts before each of the logits rows `index` emitted the column's token."""
+    emitted = paths.emitted(rows, index)
+    tokens = torch.where(emitted, paths.tokens[rows.span[index]], -1)
     if paths.roots is not None:
-        root = paths.roots[span][:, None]
-        committed.scatter_add_(1, root.clamp(min=0), (root >= 0).to(torch.int32))
-    return committed
+        tokens = torch.cat([tokens, paths.roots[rows.span[index]][:, None]], dim=1)
+    counts = torch.zeros_like(columns, dtype=torch.int32)
+    for emitted_token in tokens.unbind(dim=1):
+        counts += columns == emitted_token[:, None]
+    return counts
 
 
 # ---- temperature and truncation: float64, sampled rows only ----

@@ -110,7 +110,7 @@ def test_small_pieces_give_the_same_draws(monkeypatch: pytest.MonkeyPatch) -> No
     logits = torch.randn(60, VOCAB, generator=torch.Generator().manual_seed(2))
     draft, rows = chain([[seed % 5] for seed in range(30)], 1), SamplingRows.build(states, [2] * 30, HOST)
     whole = accept(logits, draft, rows)
-    monkeypatch.setattr("engine.accept._MAX_GROUP_ELEMENTS", 4 * VOCAB)
+    monkeypatch.setattr("engine.accept._GROUP_ELEMENTS_ON_HOST", 4 * VOCAB)
     assert torch.equal(accept(logits, draft, rows).tokens, whole.tokens)
 
 
