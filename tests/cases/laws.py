@@ -11,6 +11,16 @@ from tests.cases.client import Speculation, speculation_delta, total
 
 ENGINE_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
+FRONTEND_SCOPE = re.compile(
+    "vllm:(request_|time_to_first_token|inter_token_latency|e2e_request|admission_)|http_|process_|python_"
+    "|drafthouse:(inter_token|requests_abandoned|fence_timeouts|close_|unknown_fields)"
+)
+
+
+def engine_scope(samples: dict[str, float]) -> dict[str, float]:
+    """Without what each frontend counts for itself: two scrapes of different frontends can be compared."""
+    return {series: value for series, value in samples.items() if not FRONTEND_SCOPE.match(series)}
+
 
 def labelled(samples: dict[str, float], family: str, **labels: str) -> float:
     """Sum of the family's series that carry these labels."""

@@ -82,7 +82,7 @@ def test_cache_1_preempted_and_other_requests_do_not_mix(sim: Client) -> None:
 def family_of_prompts(rng: random.Random) -> list[list[int]]:
     """S+a, S+b, S+a again: S is five blocks of its own; a and b are short and copy from S, so that drafts are found."""
     shared = [rng.randrange(1000, 40000) for _ in range(10)] * 8
-    a, b = shared[:6] + [582], shared[3:9] + [827]
+    a, b = [*shared[:6], 582], [*shared[3:9], 827]
     return [shared + a, shared + b, shared + a]
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +15,7 @@ import requests
 
 from tests.cases.client import COMPLETIONS, Client, strict_json, together, total
 from tests.cases.crowd import IS_LONG, OpenRequest, leave_all, seeded
-from tests.cases.laws import assert_well_formed, increments, labelled
+from tests.cases.laws import assert_well_formed, engine_scope, increments, labelled
 from tests.cases.processes import (
     DRAFTHOUSE,
     free_port,
@@ -78,7 +77,9 @@ def open_and_waiting(client: Client) -> list[OpenRequest]:
     """10 streams that have begun, 5 plain requests that have not answered."""
     streams = [OpenRequest(client, LONG_STREAM) for _ in range(10)]
     together([lambda one=one: one.wait_for(1) for one in streams], width=10)
-    return [*streams, *[OpenRequest(client, {**LONG_STREAM, "stream": False}) for _ in range(5)]]
+    plain = [OpenRequest(client, {**LONG_STREAM, "stream": False}) for _ in range(5)]
+    wait_until(lambda: total(client.metrics(), "vllm:num_requests_running") == 15, 5, "the engine runs all of them")
+    return [*streams, *plain]
 
 
 def assert_all_told(opened: list[OpenRequest]) -> None:
@@ -153,7 +154,8 @@ def test_death_1_the_supervisor_restarts_a_killed_engine(frontends: int) -> None
         opened = open_and_waiting(client)
         os.kill(before.engine, signal.SIGKILL)
         assert_all_told(opened)
-        wait_until(lambda: all(ready(client) == 200 for _ in range(4 * frontends)), 15, "the server is ready again")
+        wait_until(lambda: client.get("/ready").status_code == 200, 15, "the frontend of this connection is ready")
+        wait_until(lambda: all(ready(client) == 200 for _ in range(6 * frontends)), 15, "so is every other one")
         assert client.probe() == text
         now = processes_of(client)
         assert now.engine != before.engine
@@ -277,14 +279,14 @@ def test_death_3_requests_under_one_id_get_their_own_answers(
     setup: Callable[[str], Client], name: str, count: int
 ) -> None:
     client = setup(name)
-    before = client.metrics()
+    before = engine_scope(client.metrics())
     with unharmed(client):
         tokens = [1000 + index for index in range(count)]
         got = together([lambda t=t: ask_with_id(client, t, body_id=t % 2 == 0) for t in tokens], width=count)
         assert all(ids in ([], [token] * 30) for token, ids in zip(tokens, got, strict=True))
         assert any(got)
         client.assert_quiet()
-    increments(before, client.metrics(), WIDTH)
+    increments(before, engine_scope(client.metrics()), WIDTH)
 
 
 def test_death_3_leaving_one_of_two_requests_under_one_id_leaves_the_other(sim: Client) -> None:

@@ -15,7 +15,7 @@ import requests
 from tests.cases.bench_reader import read_as_python, read_as_rust, scrape
 from tests.cases.client import PAT, Client, parse_metrics, speculation_delta, together, total
 from tests.cases.crowd import IS_LONG, OpenRequest, seeded
-from tests.cases.laws import assert_laws, assert_well_formed, families, increments
+from tests.cases.laws import assert_laws, assert_well_formed, engine_scope, families, increments
 from tests.cases.processes import processes_of, unharmed, wait_until
 from tests.e2e.servers import serve
 from tests.tiny import write_tiny_model
@@ -51,10 +51,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_counters_are_right_at_the_last_byte(client: Client) -> None:
-    before = client.metrics()
+    before = engine_scope(client.metrics())
     body = {"prompt": PAT, "temperature": 0, "max_tokens": 48, "ignore_eos": True}
     stream = Client(client.base_url).stream(**body, stream_options={"include_usage": True})
-    after = parse_metrics(scrape(client.base_url))
+    after = engine_scope(parse_metrics(scrape(client.base_url)))
     counted = assert_laws(before, after, WIDTH, first_tokens=1)
     assert stream.usage is not None
     assert counted.generation == stream.usage["completion_tokens"] == 48

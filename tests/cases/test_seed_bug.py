@@ -5,7 +5,8 @@ In real processes, over HTTP, a bench client's two scrapes bracket a run. Source
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from tests.cases.bench_reader import Section, read_as_python, read_as_rust, scrape, section
 from tests.cases.client import PAT, Client, Streamed, parse_metrics, together, total
 from tests.cases.crowd import OpenRequest, leave_all
-from tests.cases.laws import Increments, assert_laws, assert_well_formed, gauges, increments
+from tests.cases.laws import Increments, assert_laws, assert_well_formed, engine_scope, gauges, increments
 
 WIDTH = 5
 RUN = [582, 827, 1296, 1876, 2531, 2976]  # six tokens: five accepted and the bonus
@@ -53,6 +54,10 @@ def run_bench(client: Client, sampling: dict[str, Any]) -> tuple[str, list[Strea
     return before, streams, scrape(client.base_url)
 
 
+def engine_page(page: str) -> dict[str, float]:
+    return engine_scope(parse_metrics(page))
+
+
 def printed_section(before: str, after: str) -> Section:
     by_python = section(read_as_python(before), read_as_python(after))
     by_rust = section(read_as_rust(before), read_as_rust(after))
@@ -71,7 +76,7 @@ def test_two_scrapes_around_a_run_give_a_bench_client_true_numbers(
     printed = printed_section(before, after)
     assert_well_formed(after)
     children = sum(len(stream.finish) for stream in streams)
-    counted = assert_laws(parse_metrics(before), parse_metrics(after), WIDTH, first_tokens=children)
+    counted = assert_laws(engine_page(before), engine_page(after), WIDTH, first_tokens=children)
     assert printed.drafts == counted.speculation.drafts > 0
     assert printed.accepted == counted.speculation.accepted > 0
     assert printed.length == pytest.approx(1 + sum(printed.per_pos) / 100)
@@ -85,10 +90,8 @@ def test_two_scrapes_around_a_run_give_a_bench_client_true_numbers(
 def test_nothing_moves_after_the_last_byte_of_a_run(setup: Callable[[str], Client], name: str) -> None:
     client = setup(name)
     _, _, after = run_bench(client, {"temperature": 0})
-    at_the_last_byte = parse_metrics(after)
     time.sleep(1.2)  # two heartbeats of the engine
-    later = parse_metrics(scrape(client.base_url))
-    counted = increments(at_the_last_byte, later, WIDTH)
+    counted = increments(engine_page(after), engine_page(scrape(client.base_url)), WIDTH)
     assert (counted.generation, counted.rounds, counted.prompt, counted.speculation.drafts) == (0, 0, 0, 0)
 
 
@@ -106,14 +109,14 @@ def test_scripted_rounds_appear_in_the_bench_section_to_the_digit(sim: Client) -
 
 def leave_in_mid_step(client: Client, num_requests: int) -> tuple[dict[str, float], Increments]:
     """All requests read their first run and leave while the engine works on the second; nobody else is there."""
-    before = client.metrics()
+    before = engine_page(scrape(client.base_url))
     script = {"runs": [RUN] * 4, "step_ms": 400}
     body = {"prompt": "x", "max_tokens": 100, "stream": True, "sim": script}
     opened = together([lambda: OpenRequest(client, body) for _ in range(num_requests)], width=num_requests)
     together([lambda one=one: one.wait_for(1) for one in opened], width=num_requests)
     leave_all(opened)
     client.assert_quiet(within_s=3.0)
-    after = client.metrics()
+    after = engine_page(scrape(client.base_url))
     return after, increments(before, after, WIDTH)
 
 
@@ -135,7 +138,7 @@ def test_a_step_whose_rows_were_all_aborted_in_flight_is_published(
 def test_the_request_after_an_aborted_step_inherits_nothing(sim: Client) -> None:
     after_abort, _ = leave_in_mid_step(sim, 1)
     sim.complete(prompt="x", max_tokens=100, sim={"runs": [RUN[:3], [582]]})
-    counted = assert_laws(after_abort, sim.metrics(), WIDTH, first_tokens=0)
+    counted = assert_laws(after_abort, engine_scope(sim.metrics()), WIDTH, first_tokens=0)
     assert (counted.speculation.drafts, counted.speculation.accepted, counted.plain_rounds) == (1, 2, 1)
     assert (counted.generation, counted.aborted_rounds, counted.cut) == (4, 0, 0)
 
@@ -155,28 +158,34 @@ def test_streams_of_the_real_model_that_are_left_still_obey_the_laws(spec: Clien
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_gauges_rise_under_load_and_fall_to_zero_when_idle(setup: Callable[[str], Client], name: str) -> None:
-    client, over = setup(name), threading.Event()
-    peaks: dict[str, float] = {}
-
-    def watch() -> None:
-        while not over.is_set():
-            for family, value in gauges(client.metrics()).items():
-                peaks[family] = max(peaks.get(family, 0.0), value)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    slow = {"sim": {"runs": [RUN] * 6, "step_ms": 60}} if name != "spec" else {}
-    body = {"prompt": PAT, "max_tokens": 40, **slow}
-    together(
-        [lambda: Client(client.base_url).complete(**body) for _ in range(80)] if slow else _some(client, body), width=80
-    )
-    over.set()
-    watcher.join()
+    client = setup(name)
+    body: dict[str, Any] = {"prompt": PAT, "max_tokens": 40}
+    if name != "spec":
+        body["sim"] = {"runs": [RUN] * 6, "step_ms": 60}
+    count = 8 if name == "spec" else 80
+    with watched_gauges(client) as peaks:
+        together([lambda: Client(client.base_url).complete(**body) for _ in range(count)], width=count)
     assert peaks["vllm:num_requests_running"] > 0
     assert peaks["vllm:kv_cache_usage_perc"] > 0
     client.assert_quiet(within_s=2.0, steady_s=2.0)
     assert total(client.metrics(), "vllm:num_requests_running") == 0
 
 
-def _some(client: Client, body: dict[str, Any]) -> list[Callable[[], dict[str, Any]]]:
-    return [lambda: Client(client.base_url).complete(**body) for _ in range(8)]
+@contextmanager
+def watched_gauges(client: Client) -> Iterator[dict[str, float]]:
+    """The highest value each gauge shows during the block."""
+    peaks: dict[str, float] = {}
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.02):
+            for family, value in gauges(client.metrics()).items():
+                peaks[family] = max(peaks.get(family, 0.0), value)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield peaks
+    finally:
+        over.set()
+        watcher.join()
