@@ -29,6 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # As vLLM: pages that tools read all the time would drown the others.
 _UNMEASURED = frozenset({"/metrics", "/metrics/", "/metrics/engine", "/metrics/frontend", "/health", "/ready", "/ping"})
+MAX_HEADER_BYTES = 16 * 1024  # a broken header of another layer, such as a 10 kB traceparent, must not cost the request
 CLIENT_GONE = 499  # nginx's number; in metrics only, nobody receives it
 
 
@@ -65,6 +66,7 @@ class Listener:
         self._connection_options: dict[str, Any] = {
             "access_log": access_log,
             "keepalive_timeout": config.keep_alive_s,
+            "max_field_size": MAX_HEADER_BYTES,
         }
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         self._server: asyncio.Server | None = None

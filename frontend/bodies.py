@@ -19,6 +19,8 @@ _T = TypeVar("_T")
 # Possessive, and an unterminated string runs to the end: no input makes it scan a byte more than twice.
 _TOKEN = re.compile(rb'"((?:[^"\\]++|\\.)*+)(?:"([ \t\r\n]*+:)?|\\?\Z)|[\[\]{}]', re.DOTALL)
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_POSITION = re.compile(r"\(byte (\d+)\)$")
+_OPEN_VALUE = re.compile(rb'"(\w{1,64})"[ \t\r\n]*:[ \t\r\n]*[-+a-zA-Z]{0,8}[ ,}\]]{0,3}\Z', re.ASCII)
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -44,7 +46,19 @@ def decode_value(raw: bytes | msgspec.Raw, kind: type[_T], under: str | None = N
         raise _type_error(str(error), under) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error).removeprefix("JSON is malformed: ")
-        raise invalid(f"the request body is not valid JSON: {reason}", under) from None
+        name = under or _key_at(bytes(raw), reason)
+        where = f", in the value of {name!r}" if name else ""
+        raise invalid(f"the request body is not valid JSON: {reason}{where}", name) from None
+
+
+def _key_at(raw: bytes, reason: str) -> str | None:
+    """The field whose value the decoder stopped in, when it can be told: `{"temperature": NaN}` is the common mistake."""
+    position = _POSITION.search(reason)
+    if position is None:
+        return None
+    end = int(position[1])
+    key = _OPEN_VALUE.search(raw[max(0, end - 200) : end])
+    return key[1].decode() if key else None
 
 
 def top_level_names(body: bytes) -> frozenset[str]:

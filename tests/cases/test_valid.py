@@ -59,8 +59,7 @@ def raw_body(path: str, stream: bool, field: str, value: str) -> str:
 @pytest.mark.parametrize("field", FLOATS)
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "nan", "+1"])
 def test_valid_1_a_number_that_is_none_is_refused(sim: Client, path: str, stream: bool, field: str, value: str) -> None:
-    # `NaN` is no JSON: the parser stops there, and the message can only say that the body is not valid JSON.
-    refused(sim, path, raw_body(path, stream, field, value), field, "not valid JSON")
+    refused(sim, path, raw_body(path, stream, field, value), field)
 
 
 @pytest.mark.parametrize(("path", "stream"), FORMS)
