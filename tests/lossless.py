@@ -131,8 +131,11 @@ def chunked(plain: "Plain") -> Scenario:
 
 
 def cached(plain: "Plain") -> Scenario:
-    """Conversations: the second turn begins with the first and its answer, which speculation left in the cache."""
-    shared = [random.Random(3).randrange(3, VOCAB) for _ in range(21)]
+    """Conversations: the second turn begins with the first and its answer, which speculation left in the cache.
+
+    Then the same blocks behind a prefix that differs in its first token: nothing of the cache may serve them.
+    """
+    shared = random.Random(3).sample(range(3, VOCAB), 21)
     first = tuple(
         request(number, [*shared, number, number + 40], sampling) for number, sampling in enumerate(_SAMPLING[:8], 1)
     )
@@ -140,7 +143,11 @@ def cached(plain: "Plain") -> Scenario:
     for one in first:
         history = [*one.prompt_token_ids, *plain.answer(one).token_ids, 5]
         second.append(msgspec.structs.replace(one, request_id=one.request_id + 100, prompt_token_ids=tuple(history)))
-    return Scenario(Shape(), (first, tuple(second)), must_rise=("prefix_cache_hits",))
+    third = [
+        msgspec.structs.replace(one, request_id=one.request_id + 100, prompt_token_ids=(3, *one.prompt_token_ids[1:]))
+        for one in second[:3]
+    ]
+    return Scenario(Shape(), (first, tuple(second), tuple(third)), must_rise=("prefix_cache_hits",))
 
 
 def preempted(plain: "Plain") -> Scenario:
