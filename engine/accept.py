@@ -79,7 +79,7 @@ def place_draft(draft: Draft, indices: Sequence[int], num_spans: int) -> Draft:
     """Spread a draft of `len(indices)` rows over `num_spans` spans; the other spans get length zero."""
     if list(indices) == list(range(num_spans)):
         return draft
-    where = torch.tensor(indices, dtype=torch.int64).to(draft.tokens.device)
+    where = torch.tensor(indices, dtype=torch.int64).to(draft.tokens.device, non_blocking=True)
 
     def placed(part: torch.Tensor, fill: int = 0) -> torch.Tensor:
         spread = torch.full((num_spans, *part.shape[1:]), fill, dtype=part.dtype, device=part.device)
@@ -115,14 +115,15 @@ class _Step:
     @classmethod
     def of(cls, logits: torch.Tensor, draft: Draft, rows: SamplingRows) -> "_Step":
         device = logits.device
-        lengths = draft.lengths.to(device=device, dtype=torch.int64)
+        # Uploads never wait (`non_blocking`, here and wherever sampling uploads): the device still computes the logits.
+        lengths = draft.lengths.to(device=device, dtype=torch.int64, non_blocking=True)
         width = draft.tokens.shape[1]
         valid = torch.arange(width, device=device) < lengths[:, None]
-        tokens = torch.where(valid, draft.tokens.to(device=device, dtype=torch.int64), 0)
+        tokens = torch.where(valid, draft.tokens.to(device=device, dtype=torch.int64, non_blocking=True), 0)
         parents = None
         if draft.parents is not None:
-            parents = torch.where(valid, draft.parents.to(device=device, dtype=torch.int64), -1)
-        roots = None if draft.roots is None else draft.roots.to(device=device, dtype=torch.int64)
+            parents = torch.where(valid, draft.parents.to(device=device, dtype=torch.int64, non_blocking=True), -1)
+        roots = None if draft.roots is None else draft.roots.to(device=device, dtype=torch.int64, non_blocking=True)
         paths = DraftPaths.of(tokens, parents, roots, rows)
         reads_probs = draft.probs is not None and parents is None and width > 0
         grid = rows.first_row[:, None] + torch.arange(width + 1, device=device)
@@ -133,7 +134,7 @@ class _Step:
             paths=paths,
             lengths=lengths,
             valid=valid,
-            draft_probs=draft.probs.to(device) if draft.probs is not None and reads_probs else None,
+            draft_probs=draft.probs.to(device, non_blocking=True) if draft.probs is not None and reads_probs else None,
             grid=torch.minimum(grid, rows.last_row[:, None]),
         )
 
@@ -179,7 +180,7 @@ def _group(spans: Sequence[int], rows: SamplingRows, vocab_size: int, device: to
     params = [rows.states[index].params for index in spans]
     counts = [rows.counts[index] for index in spans]
     indices = [row for index, count in zip(spans, counts, strict=True) for row in _span_rows(rows, index, count)]
-    where = torch.tensor([*spans, *indices], dtype=torch.int64).to(device)
+    where = torch.tensor([*spans, *indices], dtype=torch.int64).to(device, non_blocking=True)
     by_row = [one for one, count in zip(params, counts, strict=True) for _ in range(count)]
     return _Group(
         spans=where[: len(spans)],

@@ -41,14 +41,16 @@ class PenaltyCounts:
         if not token_ids:
             return
         self._see(token_ids)
-        ids = torch.tensor(token_ids, dtype=torch.int64).to(self.output.device)
+        ids = torch.tensor(token_ids, dtype=torch.int64).to(self.output.device, non_blocking=True)
         self.output.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
 
     def _see(self, token_ids: Sequence[int]) -> None:
         new = [token for token in dict.fromkeys(token_ids) if token not in self._known]
         if new:
             self._known.update(new)
-            self.seen = torch.cat([self.seen, torch.tensor(new, dtype=torch.int64).to(self.seen.device)])
+            self.seen = torch.cat(
+                [self.seen, torch.tensor(new, dtype=torch.int64).to(self.seen.device, non_blocking=True)]
+            )
 
 
 class SamplingState:
@@ -111,10 +113,16 @@ class BadWords:
 
     def __init__(self, words: Sequence[Sequence[int]], model: SamplingModel) -> None:
         self.max_prefix = max(len(word) for word in words) - 1
-        self.last = torch.tensor([word[-1] for word in words], dtype=torch.int64).to(model.device)  # [n]
+        self.last = torch.tensor([word[-1] for word in words], dtype=torch.int64).to(
+            model.device, non_blocking=True
+        )  # [n]
         # int64 [n, max_prefix], the token next to the last first; -1 matches anything (the word is shorter)
         reversed_prefixes = [[*reversed(word[:-1]), *([-1] * (self.max_prefix + 1 - len(word)))] for word in words]
-        self.prefixes = torch.tensor(reversed_prefixes, dtype=torch.int64).reshape(len(words), -1).to(model.device)
+        self.prefixes = (
+            torch.tensor(reversed_prefixes, dtype=torch.int64)
+            .reshape(len(words), -1)
+            .to(model.device, non_blocking=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,7 @@ class SamplingRows:
             for step in range(count)
         ]
         host = [*offsets, *(end - 1 for end in ends), *chain.from_iterable(table)]
-        uploaded = torch.tensor(host, dtype=torch.int64).to(device)
+        uploaded = torch.tensor(host, dtype=torch.int64).to(device, non_blocking=True)
         first_row, last_row = uploaded[: len(states)], uploaded[len(states) : 2 * len(states)]
         span, step, num_tokens, seeds = uploaded[2 * len(states) :].reshape(len(table), 4).unbind(dim=1)
         return cls(tuple(states), tuple(offsets), tuple(counts), first_row, last_row, span, step, num_tokens, seeds)
@@ -167,7 +175,7 @@ def _mask(token_ids: Sequence[int] | None, model: SamplingModel) -> torch.Tensor
         return None
     mask = torch.zeros(model.vocab_size, dtype=torch.bool)
     mask[torch.tensor(token_ids, dtype=torch.int64)] = True
-    return mask.to(model.device)
+    return mask.to(model.device, non_blocking=True)
 
 
 def _floor_ids(params: SamplingParams, model: SamplingModel) -> torch.Tensor | None:
@@ -177,12 +185,12 @@ def _floor_ids(params: SamplingParams, model: SamplingModel) -> torch.Tensor | N
     ending = set(params.stop_token_ids) | (set() if params.ignore_eos else set(model.eos_token_ids))
     if not ending:
         return None
-    return torch.tensor(sorted(ending), dtype=torch.int64).to(model.device)
+    return torch.tensor(sorted(ending), dtype=torch.int64).to(model.device, non_blocking=True)
 
 
 def _bias(params: SamplingParams, model: SamplingModel) -> tuple[torch.Tensor, torch.Tensor] | None:
     if not params.logit_bias:
         return None
-    ids = torch.tensor(list(params.logit_bias), dtype=torch.int64).to(model.device)
-    values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32).to(model.device)
+    ids = torch.tensor(list(params.logit_bias), dtype=torch.int64).to(model.device, non_blocking=True)
+    values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32).to(model.device, non_blocking=True)
     return ids, values

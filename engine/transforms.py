@@ -117,7 +117,9 @@ def _walk_back(paths: DraftPaths, rows: SamplingRows, index: int, num_tokens: in
     where = _span_rows(rows, index)
     node = rows.step[where] - 1
     tail = [-2] * num_tokens + list(rows.states[index].output_tail)
-    history = torch.tensor(tail[-num_tokens:] if num_tokens else [], dtype=torch.int64).to(node.device)
+    history = torch.tensor(tail[-num_tokens:] if num_tokens else [], dtype=torch.int64).to(
+        node.device, non_blocking=True
+    )
     if paths.roots is not None and num_tokens:
         root = paths.roots[index].reshape(1)
         history = torch.where(root >= 0, torch.cat([history[1:], root]), history)
@@ -148,7 +150,7 @@ def _apply_penalties(logits: torch.Tensor, paths: DraftPaths, rows: SamplingRows
         for params in (rows.states[index].params,)
         for row in range(rows.offsets[index], rows.offsets[index] + rows.counts[index])
     ]
-    parts = torch.tensor(table, dtype=torch.float64).to(logits.device).unbind(dim=1)
+    parts = torch.tensor(table, dtype=torch.float64).to(logits.device, non_blocking=True).unbind(dim=1)
     index, local = parts[0].to(torch.int64)[:, None], parts[1].to(torch.int64)
     repetition, frequency, presence = (part.to(torch.float32)[:, None] for part in parts[2:])
 
@@ -205,7 +207,7 @@ class Truncation:
         """For rows with these parameters, which agree in `truncation_kinds`. One upload."""
         top_k = [min(one.top_k or vocab_size, vocab_size) for one in params]
         table = [(one.temperature, one.min_p, float(k), one.top_p) for one, k in zip(params, top_k, strict=True)]
-        columns = torch.tensor(table, dtype=torch.float64).to(device)
+        columns = torch.tensor(table, dtype=torch.float64).to(device, non_blocking=True)
         has_min_p, has_top_k, has_top_p = truncation_kinds(params[0])
         return cls(
             temperature=columns[:, 0:1],

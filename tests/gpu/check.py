@@ -134,7 +134,7 @@ class DeviceReads(TorchDispatchMode):
         if not args or not self._is_on_device(args[0]):
             return False
         if name in ("to", "_to_copy"):
-            return any(target.type != self._device_type for target in _devices([*args[1:], *kwargs.values()]))
+            return any(target.type != self._device_type for target in devices_of([*args[1:], *kwargs.values()]))
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             masks = (part for part in args[1] if isinstance(part, torch.Tensor))
             return any(part.dtype in (torch.bool, torch.uint8) for part in masks)  # how many are set must be known
@@ -144,7 +144,7 @@ class DeviceReads(TorchDispatchMode):
         return isinstance(value, torch.Tensor) and value.device.type == self._device_type
 
 
-def _devices(values: Sequence[Any]) -> list[torch.device]:
+def devices_of(values: Sequence[Any]) -> list[torch.device]:
     """The devices that `to` is told to go to, whichever of its forms was called."""
     tensors = [value.device for value in values if isinstance(value, torch.Tensor)]
     return tensors + [value for value in values if isinstance(value, torch.device)]

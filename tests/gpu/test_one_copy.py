@@ -22,7 +22,7 @@ from engine.runner import Runner
 from engine.sampling import SamplingModel
 from engine.speculation.oracle import OracleSpeculator
 from protocol.model_files import resolve
-from tests.gpu.check import DeviceReads
+from tests.gpu.check import DeviceReads, devices_of
 from tests.lossless import ORACLE_WIDTH, VOCAB, traffic
 from tests.tiny import EOS_TOKEN_IDS, write_tiny_model
 
@@ -31,16 +31,26 @@ BLOCK_SIZE, BLOCKS_PER_ROW = 4, 16
 
 
 class AnsweredReads(DeviceReads):
-    """A copy to the host comes back as ones: one accepted token, one of the target's own, everything finite."""
+    """A copy to the host comes back as ones: one accepted token, one of the target's own, everything finite.
+
+    `uploads` remembers for every copy from the host whether it waits until the device has caught up.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
+        self.uploads: list[bool] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         before = len(self.names)
+        is_move = func.overloadpacket.__name__ in ("to", "_to_copy")
+        if is_move and args[0].device.type == "cpu" and META in devices_of([*args[1:], *(kwargs or {}).values()]):
+            self.uploads.append(not ((kwargs or {}).get("non_blocking") or any(value is True for value in args[1:])))
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except NotImplementedError:
-            if len(self.names) == before or func.overloadpacket.__name__ not in ("to", "_to_copy"):
+            if len(self.names) == before or not is_move:
                 raise
             return torch.ones(args[0].shape, dtype=args[0].dtype)
 
@@ -103,6 +113,17 @@ def test_every_step_that_samples_copies_once_with_all_parameters_and_drafts(rows
             assert len(results) == len(rows.submits)
             assert len(reads.names) == 1, reads.names
         assert sum(result.drafted for result in results) == 0
+
+
+def test_no_upload_of_a_step_waits_for_the_device(rows: Rows) -> None:
+    with AnsweredReads("meta") as reads:
+        torch.ones(1).to(META)
+        assert reads.uploads == [True]
+        for step in (rows.begin, lambda: rows.decode(1, ORACLE_WIDTH), lambda: rows.decode(2, 0)):
+            reads.uploads.clear()
+            step()
+            assert len(reads.uploads) > 5
+            assert not any(reads.uploads), f"{sum(reads.uploads)} of {len(reads.uploads)} uploads wait"
 
 
 def test_drafts_were_part_of_it(rows: Rows) -> None:
