@@ -67,6 +67,31 @@ def test_every_step_is_looked_at_for_copies(directory: Path) -> None:
     assert gpu.check_copies(directory, scenario, NGRAM, "meta") > 10
 
 
+def test_the_whole_report_runs_and_ends_in_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "LARGER", {"vocab_size": 320})
+    monkeypatch.setattr(gpu, "BENCH_ROWS", (1, 2))
+    monkeypatch.setattr(gpu, "BENCH_TOKENS", 8)
+    monkeypatch.setattr(gpu, "SCENARIOS", {"mixed": small, "cramped": small, "cached": small, "preempted": small})
+    assert gpu.run("cpu", "a processor") == 0
+    printed = capsys.readouterr().out
+    # 2 of logits, 3 of copies, 4 + 2 scenarios in float32 and 3 + 2 in bfloat16
+    assert printed.count("ok  ") == 16
+    assert "a processor, torch" in printed
+    assert printed.endswith("all checks held\n")
+    monkeypatch.setattr(gpu, "LOGITS_TOLERANCE", -1.0)
+    assert gpu.run("cpu", "a processor") == 1
+    assert capsys.readouterr().out.endswith("2 checks failed\n")
+
+
+def small(plain: Plain) -> Scenario:
+    """Two requests that repeat themselves: enough for every drafter to draft."""
+    greedy = {"temperature": 0.0, "allowed_token_ids": (5,), "ignore_eos": True, "max_tokens": 12}
+    picky = {"temperature": 0.4, "allowed_token_ids": (5, 6), "ignore_eos": True, "max_tokens": 12}
+    return Scenario(Shape(), ((request(1, [5] * 8, greedy), request(2, [5, 6] * 5, picky)),))
+
+
 def test_without_a_device_one_sentence_says_that_nothing_was_tested() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
