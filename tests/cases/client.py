@@ -18,7 +18,7 @@ import requests
 PAT = "red blue green one two three\n" * 12
 # PAT with numbered lines. The embedded model leaves PAT at once (newline -1.09, `red` -1.63) but copies this for as long as
 # it is let: every line gives drafts accepted in full, and one rejected at the number.
-LIST = "".join(f"{number}. red blue green one two three\n" for number in range(1, 9))
+LIST = "".join(f"{number}. red blue green one two three\n" for number in range(1, 13))
 PROBE = {"prompt": "The sky is", "temperature": 0, "max_tokens": 8}
 T = TypeVar("T")
 IS_LONG = os.environ.get("CASES_LONG") == "1"  # `make cases`: the full form of every case

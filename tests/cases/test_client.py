@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases.client import CHAT, COMPLETIONS, LIST, Client, Streamed, speculation_delta, together, total
+from tests.cases.client import CHAT, COMPLETIONS, IS_LONG, LIST, Client, Streamed, speculation_delta, together, total
 from tests.cases.processes import processes_of
 from tests.e2e.servers import serve
 
@@ -59,21 +59,28 @@ def test_client_1_null_is_absent_for_every_field_alone_and_for_all_at_once(sim: 
     assert answer_of(sim, path, {**base, **dict.fromkeys(FIELDS[path])}) == wanted
 
 
+# Fields that change what a model says; the others were tested above.
+SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "n", "logprobs",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_client_1_null_gives_the_real_models_default(spec: Client, path: str) -> None:
-    """As above where the value matters to the model: temperature and seed are tested against the other one set."""
-    calls: list[tuple[str, dict[str, Any]]] = []
-    for name in FIELDS[path]:
-        fixed: dict[str, Any] = {"seed": 11} if name == "temperature" else {"temperature": 0}
-        limit = "max_completion_tokens" if (path, name) == (CHAT, "max_tokens") else "max_tokens"
-        calls.append((name, {**base_of(path), **fixed, limit: 6}))
-    if path == COMPLETIONS:
-        calls = [(name, body if name != "max_tokens" else {**body, "max_tokens": 16}) for name, body in calls]
-    absent = together(lambda b=body: answer_of(spec, path, b) for _, body in calls)
-    null = together(lambda n=name, b=body: answer_of(spec, path, {**b, n: None}) for name, body in calls)
-    for (name, _), wanted, got in zip(calls, absent, null):
-        assert got[:3] == wanted[:3], name
-        assert got[3]["completion_tokens"] == wanted[3]["completion_tokens"], name
+    """Greedy with each field null; the temperature itself under a seed, and the limit under nothing but its default."""
+    greedy = {**base_of(path), "temperature": 0, "max_tokens": 4}
+    sampled = {**base_of(path), "seed": 11, "max_tokens": 4}
+    wanted, drawn = answer_of(spec, path, greedy), answer_of(spec, path, sampled)
+    null = together(
+        lambda n=name: answer_of(spec, path, {**(sampled if n == "temperature" else greedy), n: None})
+        for name in SAMPLING_FIELDS
+    )
+    for name, got in zip(SAMPLING_FIELDS, null):
+        assert got == (drawn if name == "temperature" else wanted), name
+    limit = {"max_completion_tokens": 4} if path == CHAT else {}
+    unlimited = {**base_of(path), "temperature": 0, **limit}
+    assert answer_of(spec, path, {**unlimited, "max_tokens": None}) == answer_of(spec, path, unlimited)
 
 
 @FORMS
@@ -138,7 +145,7 @@ def sent_after_each_chunk(answer: Streamed) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("n", [1, 2])
 def test_client_2_running_usage_is_what_was_sent_so_far(spec: Client, path: str, n: int) -> None:
-    long_prompt = "The quick brown fox jumps over the lazy dog again. " * 100
+    long_prompt = "The quick brown fox jumps over the lazy dog again. " * (100 if IS_LONG else 60)
     calls = [(LIST, 32), (long_prompt, 1), (long_prompt, 6)]
     asked = {"temperature": 0, "n": n, "return_token_ids": True}
     options = {"include_usage": True, "continuous_usage_stats": True}

@@ -17,6 +17,7 @@ from tests.cases.client import (
     Client,
     Logprob,
     Streamed,
+    assert_same,
     speculation_delta,
     together,
 )
@@ -73,6 +74,7 @@ def test_logp_1_values_under_speculation_are_those_without(ref: Client, spec: Cl
     moved = speculation_delta(before, spec.metrics(), 5)
     assert moved.drafts > 0 and moved.accepted > 0
     by_prompt = dict(zip([(path, text) for path, form, text in calls if not form], wanted))
+    ties = 0
     for (path, _, text), answer in zip(calls, got):
         assert answer.usage is not None
         count = answer.usage["completion_tokens"]
@@ -81,7 +83,9 @@ def test_logp_1_values_under_speculation_are_those_without(ref: Client, spec: Cl
         for entry in answer.entries[0]:
             assert (entry.token, entry.logprob) == max(entry.top, key=lambda pair: pair[1]), "greedy emits rank 1"
             assert path == COMPLETIONS or len(entry.top) == 5
-        assert assert_close(by_prompt[path, text], answer) >= 16
+        ties += assert_same(by_prompt[path, text], answer)
+        assert assert_close(by_prompt[path, text], answer) >= (1 if ties else count)
+    assert ties <= 1
 
 
 def test_logp_1_accepted_positions_carry_their_own_values(spec: Client) -> None:

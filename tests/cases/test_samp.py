@@ -23,7 +23,7 @@ from tests.cases.client import (
 WIDTH = 5
 GREEDY: dict[str, Any] = {
     "temperature": 0,
-    "max_tokens": 64 if IS_LONG else 40,
+    "max_tokens": 64 if IS_LONG else 28,
     "logprobs": 2,
     "return_token_ids": True,
 }
@@ -72,7 +72,7 @@ def test_samp_1_penalties_see_every_token_of_an_accepted_run(ref: Client, spec: 
 def test_samp_1_each_penalty_alone_is_tested_with_drafts(spec: Client) -> None:
     for penalty in PENALTIES[:3]:
         before = spec.metrics()
-        spec.ask(COMPLETIONS, False, LIST, **GREEDY, **penalty)
+        spec.ask(COMPLETIONS, False, LIST, temperature=0, max_tokens=16, **penalty)
         assert speculation_delta(before, spec.metrics(), WIDTH).drafts > 0, f"void: no drafts under {penalty}"
 
 
@@ -82,7 +82,7 @@ def test_samp_1_each_penalty_alone_is_tested_with_drafts(spec: Client) -> None:
 def test_samp_2a_a_banned_token_occurs_at_no_position(ref: Client, spec: Client) -> None:
     plain = ref.ask(COMPLETIONS, False, LIST, **GREEDY)
     banned = [token for token, _ in Counter(plain.token_ids[0]).most_common(3)]
-    bans = [banned, banned[:1], banned[1:2]]
+    bans = [banned, banned[:1]]
     biases = [{str(token): -100 for token in ids} for ids in bans]
     wanted = together(lambda b=bias: ref.ask(COMPLETIONS, False, LIST, logit_bias=b, **GREEDY) for bias in biases)
     with Speculated(spec):
@@ -183,7 +183,7 @@ def test_samp_3_drafts_that_hold_the_eos_itself_do_not_end_a_request_early(ref: 
 # ---- A-SAMP-4, vllm-project/vllm#6038 ----
 
 ROBOT: dict[str, Any] = {"temperature": 2.0, "max_tokens": 12, "return_token_ids": True}
-COPYING: dict[str, Any] = {"temperature": 0.6, "max_tokens": 32, "return_token_ids": True}
+COPYING: dict[str, Any] = {"temperature": 0.6, "max_tokens": 20, "return_token_ids": True}
 
 
 @pytest.mark.parametrize(("prompt", "asked"), [("A robot may not", ROBOT), (LIST, COPYING)], ids=["robot", "copying"])
@@ -222,7 +222,7 @@ def test_samp_5_greedy_sampled_and_default_rows_share_a_batch(ref: Client, spec:
     shared = {key: value for key, value in GREEDY.items() if key != "temperature"}
     before = spec.metrics()
     ties = rounds = 0
-    for _ in rounds_for(30.0, at_least=2):
+    for _ in rounds_for(30.0, at_least=1):
         answers = together(lambda o=o: spec.ask(COMPLETIONS, True, LIST, **shared, **o) for o in options)
         rounds += 1
         for answer in answers:

@@ -72,7 +72,8 @@ def test_stop_1_the_numbers_do_not_depend_on_how_steps_are_cut(sim: Client, path
 def test_stop_1_on_the_real_model_speculation_cuts_where_one_token_per_step_does(ref: Client, spec: Client) -> None:
     whole = ref.ask(COMPLETIONS, False, LIST, temperature=0, max_tokens=40, logprobs=1, return_token_ids=True)
     text, ids = whole.text[0], whole.token_ids[0]
-    ends = [sum(len(entry.token) for entry in whole.entries[0][: i + 1]) for i in range(len(ids))]
+    shown = ["" if token == EOS else entry.token for token, entry in zip(ids, whole.entries[0])]
+    ends = [len("".join(shown[: i + 1])) for i in range(len(ids))]
     assert ends[-1] == len(text)
     stops = [text[start : start + 6] for start in range(1, len(text) - 6, 23)]
     stops += [text[start : start + 23] for start in range(2, len(text) - 23, 47)]
