@@ -14,6 +14,8 @@ from collections import Counter, deque
 from engine.sequence import Arrival, Gone
 from protocol.messages import Close, Detach, Submit
 
+MAX_WAIT_S = 3600.0  # poll takes at most 2**31 ms, and a deadline may lie centuries ahead; whoever waits looks again
+
 
 class WireFailure(RuntimeError):
     """The I/O thread died: nobody can be told anything any more, so the engine must end."""
@@ -50,8 +52,8 @@ class Waker:
         self._is_ringing = False
 
     def wait(self, timeout_s: float | None) -> None:
-        """Sleep until rung or until the time is up; then clear."""
-        self._poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+        """Sleep until rung, until the time is up, or for MAX_WAIT_S; then clear."""
+        self._poll.poll(None if timeout_s is None else math.ceil(min(timeout_s, MAX_WAIT_S) * 1000))
         self.clear()
 
     def close(self) -> None:

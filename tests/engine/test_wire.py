@@ -387,6 +387,14 @@ def test_waiting_ends_by_wake_and_by_time_and_returns_whether_there_is_work(addr
         assert engine.wire.wait(5.0) is False and time.monotonic() - started < 3
 
 
+def test_waiting_for_a_time_centuries_ahead_ends_when_something_arrives(address: str):
+    with hand_engine(address) as engine:
+        while engine.wire.wait(0):
+            engine.wire.drain()
+        threading.Timer(0.05, engine.wire.wake).start()
+        assert engine.wire.wait(2**62 / 1e9) is False
+
+
 def test_a_failing_io_thread_fails_the_step_thread(address: str, monkeypatch: pytest.MonkeyPatch):
     with hand_engine(address) as engine:
         monkeypatch.setattr(engine.wire._switchboard, "_keep_time", lambda check_silence: 1 / 0)
