@@ -3,6 +3,7 @@
 Knows what any operator can see: ports, parents, command lines, memory. Used where a case kills, restarts or refuses.
 """
 
+import json
 import os
 import signal
 import socket
@@ -117,6 +118,27 @@ def run_to_end(*command: str, within_s: float = 30.0, environment: dict[str, str
         wall_s = time.monotonic() - started
         output.seek(0)
         return Ended(process.returncode, wall_s, output.read().decode(errors="replace"), peak)
+
+
+@contextmanager
+def warm_starts(role: str) -> Iterator[Callable[..., Ended]]:
+    """Inside the block the given function starts the role with its arguments, from one warm process, and waits for its end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.cases.many_starts", role],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+
+    def start(*arguments: str) -> Ended:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(arguments).encode() + b"\n")
+        process.stdin.flush()
+        return Ended(*json.loads(process.stdout.readline()))
+
+    with process:
+        yield start
 
 
 def _peak_bytes(pid: int) -> int:

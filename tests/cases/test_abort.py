@@ -228,7 +228,7 @@ def mixed_bodies(rng: random.Random, count: int) -> list[dict[str, Any]]:
     """Half greedy, half sampled with min_tokens, a seed and log-probs; every prompt another one."""
     bodies: list[dict[str, Any]] = []
     for index in range(count):
-        body = {"prompt": f"{index}: {PAT}", "temperature": 0, "max_tokens": 200 if IS_LONG else 28}
+        body = {"prompt": f"{index}: {PAT}", "temperature": 0, "max_tokens": 200 if IS_LONG else 24}
         if index % 2:
             body |= {"temperature": 0.8, "seed": rng.randrange(2**31), "min_tokens": 50 if IS_LONG else 20}
         bodies.append(body)
@@ -237,7 +237,7 @@ def mixed_bodies(rng: random.Random, count: int) -> list[dict[str, Any]]:
 
 def test_abort_5_the_survivors_of_random_cancels_answer_as_alone(ref: Client, spec: Client) -> None:
     rng = seeded("ABORT-5")
-    bodies = mixed_bodies(rng, 16 if IS_LONG else 10)
+    bodies = mixed_bodies(rng, 16 if IS_LONG else 8)
     survivors = bodies[:: 2 if IS_LONG else 3]
     with unharmed(spec):
         before = spec.metrics()

@@ -24,8 +24,8 @@ RUNS = [[582, 827, 1296], [1876, 2531], [2976], [421, 421, 421, 421], [582, 827,
 def test_cache_1_preempted_requests_of_a_tiny_pool_answer_as_alone(setup: Callable[[str], Client]) -> None:
     tiny, ref = setup("tiny_kv"), setup("ref")
     bodies = [
-        {"prompt": f"{index}.\n{PAT}", "temperature": 0, "max_tokens": 200 if IS_LONG else 48, "ignore_eos": True}
-        for index in range(8)
+        {"prompt": f"{index}.\n{PAT}", "temperature": 0, "max_tokens": 200 if IS_LONG else 32, "ignore_eos": True}
+        for index in range(8 if IS_LONG else 6)
     ]
     before = tiny.metrics()
     got = answers(tiny, bodies)
@@ -105,7 +105,9 @@ def run_families(client: Client, oracle: Client, num_clients: int) -> None:
     assert_same(flat, answers(oracle, [body for asked in bodies for body in asked]))
 
 
-@pytest.mark.parametrize("name", ["spec", "tiny_kv"])
+@pytest.mark.parametrize(
+    "name", ["spec", "tiny_kv"] if IS_LONG else ["tiny_kv"]
+)  # evicted and reused blocks are the harder half
 def test_cache_2_cached_prefixes_give_the_answers_of_a_server_without_a_cache(
     setup: Callable[[str], Client], name: str
 ) -> None:
@@ -164,7 +166,7 @@ def test_cache_3_a_request_drafts_as_on_a_fresh_server_after_another_one(tmp_pat
         client.complete(prompt=made_up_words(120), temperature=0, max_tokens=64, ignore_eos=True)
         client.complete(prompt=PAT[:-30] + "blue blue", temperature=0, max_tokens=64, ignore_eos=True)
         used, used_counts = answer_and_counts(client)
-    assert used == fresh
+    assert (used.token_ids, used.text) == (fresh.token_ids, fresh.text)
     assert used_counts == fresh_counts
     assert fresh_counts[0] > 0
     assert fresh_counts[2] > 0
@@ -174,7 +176,8 @@ def test_cache_3_a_long_request_leaves_no_words_and_no_drafts_to_the_next(spec: 
     fresh, counts = answer_and_counts(spec)
     words = made_up_words(400 if IS_LONG else 60)
     spec.complete(prompt=words, temperature=0, max_tokens=8)
-    assert answer_and_counts(spec) == (fresh, counts)
+    used, used_counts = answer_and_counts(spec)
+    assert (used.token_ids, used.text, used_counts) == (fresh.token_ids, fresh.text, counts)
     assert not any(word in fresh.text for word in words.split())
 
 

@@ -146,7 +146,7 @@ def test_death_1_an_engine_that_returns_is_used_again_with_counters_from_zero(tm
             _end(again)
 
 
-@pytest.mark.parametrize("frontends", [1, 2])
+@pytest.mark.parametrize("frontends", [1, 2] if IS_LONG else [2])
 def test_death_1_the_supervisor_restarts_a_killed_engine(frontends: int) -> None:
     with serve(*SIM, "--frontends", str(frontends)) as server:
         client = Client(server.base_url)
@@ -210,8 +210,11 @@ def test_death_2_a_bad_model_path_ends_with_a_failure(role: str) -> None:
     assert listeners(port) == []
 
 
+ENDINGS = ((signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL))
+
+
 def test_death_2_an_engine_alone_ends_with_zero_when_told_and_not_when_killed(tmp_path: Path) -> None:
-    for how, code in ((signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)):
+    for how, code in ENDINGS if IS_LONG else ENDINGS[:1]:
         with two_processes(tmp_path) as (_, engine, _frontend):
             engine.send_signal(how)
             assert engine.wait(timeout=10) == code

@@ -84,13 +84,12 @@ def test_two_scrapes_around_a_run_give_a_bench_client_true_numbers(
         stream.usage["completion_tokens"] for stream in streams if stream.usage
     )
     assert counted.prompt == sum(stream.usage["prompt_tokens"] for stream in streams if stream.usage)
+    assert_nothing_moves(client, after)
 
 
-@pytest.mark.parametrize("name", SETUPS)
-def test_nothing_moves_after_the_last_byte_of_a_run(setup: Callable[[str], Client], name: str) -> None:
-    client = setup(name)
-    _, _, after = run_bench(client, {"temperature": 0})
-    time.sleep(1.2)  # two heartbeats of the engine
+def assert_nothing_moves(client: Client, after: str) -> None:
+    """What a bench client read at the last byte is what stays, two heartbeats of the engine later."""
+    time.sleep(1.2)
     counted = increments(engine_page(after), engine_page(scrape(client.base_url)), WIDTH)
     assert (counted.generation, counted.rounds, counted.prompt, counted.speculation.drafts) == (0, 0, 0, 0)
 
@@ -146,14 +145,14 @@ def test_the_request_after_an_aborted_step_inherits_nothing(sim: Client) -> None
 def test_streams_of_the_real_model_that_are_left_still_obey_the_laws(spec: Client) -> None:
     before = spec.metrics()
     body = {"prompt": PAT, "temperature": 0, "max_tokens": 2000, "stream": True, "ignore_eos": True}
-    opened = together([lambda: OpenRequest(spec, body) for _ in range(6)])
-    together([lambda one=one: one.wait_for(3) for one in opened])
+    opened = together([lambda: OpenRequest(spec, body) for _ in range(4)])
+    together([lambda one=one: one.wait_for(12) for one in opened])
     leave_all(opened)
     spec.assert_quiet(within_s=3.0)
-    counted = assert_laws(before, spec.metrics(), WIDTH, first_tokens=6)
+    counted = assert_laws(before, spec.metrics(), WIDTH, first_tokens=4)
     assert counted.speculation.drafts > 0
     assert counted.speculation.accepted > 0
-    assert counted.generation < 6 * 500, "the engine stopped soon after the clients left"
+    assert counted.generation < 4 * 500, "the engine stopped soon after the clients left"
 
 
 @pytest.mark.parametrize("name", SETUPS)
@@ -162,7 +161,7 @@ def test_gauges_rise_under_load_and_fall_to_zero_when_idle(setup: Callable[[str]
     body: dict[str, Any] = {"prompt": PAT, "max_tokens": 40}
     if name != "spec":
         body["sim"] = {"runs": [RUN] * 6, "step_ms": 60}
-    count = 8 if name == "spec" else 80
+    count = 4 if name == "spec" else 80
     with watched_gauges(client) as peaks:
         together([lambda: Client(client.base_url).complete(**body) for _ in range(count)], width=count)
     assert peaks["vllm:num_requests_running"] > 0
