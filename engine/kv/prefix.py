@@ -45,8 +45,12 @@ class PrefixIndex:
         found = self._nodes.get(key)
         if found is not None:
             return found[0], False
-        if block_id in self._key_of_block:
-            raise ValueError(f"block {block_id} is cached under another prefix")
+        hung = self._key_of_block.get(block_id)
+        if hung is not None:
+            if hung[1] != key[1]:
+                raise ValueError(f"block {block_id} is cached with other tokens")
+            # It hung below an evicted block, where nothing finds it; whoever shares it may walk there anew.
+            del self._nodes[hung]
         self._last_node += 1
         self._nodes[key] = (self._last_node, block_id)
         self._key_of_block[block_id] = key

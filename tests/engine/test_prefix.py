@@ -53,6 +53,40 @@ def test_first_of_two_equal_blocks_stays() -> None:
         index.insert(ROOT, [1], 2)
 
 
+def test_a_block_below_an_evicted_prefix_is_found_again_where_it_is_inserted_again() -> None:
+    index = PrefixIndex(2)
+    evicted, _ = index.insert(ROOT, [1, 2], 0)
+    index.insert(evicted, [3, 4], 1)
+    index.forget(0)
+    parent, _ = index.insert(ROOT, [1, 2], 5)
+    assert index.insert(parent, [3, 4], 1)[1]
+    assert index.match([1, 2, 3, 4], 2)[0] == (5, 1)
+    index.forget(1)
+    assert index.cached_blocks() == {5}
+    index.insert(parent, [3, 4], 6)
+    with pytest.raises(ValueError, match="other tokens"):
+        index.insert(parent, [9, 9], 6)
+
+
+def test_a_fork_whose_parent_followed_an_evicted_prefix_is_served() -> None:
+    """The parent's first block is found under another sequence's, which ends and is evicted before the fork."""
+    cache = KVCache(7, 2, prefix_caching=True)
+    first, parent, child = sequence([1, 2, 3], 1), sequence([1, 2, 3, 4, 5], 2), sequence([1, 2, 3, 4, 5], 4)
+    cache.admit(first, 0)
+    cache.admit(parent, 0)
+    compute(cache, first, 2)
+    compute(cache, parent, 5)
+    cache.free(first)
+    crowd = sequence([*range(20, 27)], 3)
+    assert cache.admit(crowd, 0) == 0 and cache.num_available == 0, "the first one's block is evicted"
+    cache.fork(parent, child)
+    cache.free(crowd)
+    assert cache.admit(child, 0) == 0
+    compute(cache, child, 5)
+    cache.check_integrity([parent, child])
+    assert cache.admit(sequence([1, 2, 3, 4, 5, 6], 5), 0) == 4, "and the prefix can be found again"
+
+
 def test_at_least_one_prompt_token_is_computed() -> None:
     cache = KVCache(8, 4, prefix_caching=True)
     first = sequence([1, 2, 3, 4, 5, 6, 7, 8])
