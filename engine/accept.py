@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.noise import Purpose, uniforms
+from engine.race import draw
 from engine.sampling import SamplingRows
 from engine.speculation.draft import Draft
 from engine.transforms import (
@@ -223,19 +224,6 @@ def _correct(step: _Step, group: _Group, accepted: torch.Tensor, draft_probs: to
     use_residual = (accepted < step.lengths[group.spans]) & (residual.sum(dim=1) > 0.0)
     number = uniforms(step.rows.seeds[row], step.positions()[row], Purpose.SAMPLE)
     return draw(torch.where(use_residual[:, None], residual, probs), number)
-
-
-def draw(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Inverse-CDF draw: int64 [n] from float64 weights [n, V] (any positive sum) and one number in [0, 1) per row."""
-    cumulative = weights.cumsum(dim=1)
-    threshold = numbers[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, threshold, right=True).clamp(max=weights.shape[1] - 1)
-    if not weights.is_cuda:
-        return index.squeeze(1)
-    # A parallel scan may rise in the last bit where the weight is 0, which a sequential one cannot: such a token must
-    # never be emitted.
-    impossible = weights.gather(1, index) == 0.0
-    return torch.where(impossible, weights.argmax(dim=1, keepdim=True), index).squeeze(1)
 
 
 def _tree_verdict(step: _Step, chosen: torch.Tensor) -> Verdict:

@@ -33,6 +33,17 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> 
     return _shift_right(bits, 64 - _MANTISSA_BITS).to(torch.float64) * 2.0**-_MANTISSA_BITS
 
 
+def lanes(numbers: torch.Tensor, count: int, salt: int) -> torch.Tensor:
+    """Float64 [n, count] in (0, 1): numbers of their own for `count` competitors, from one uniform number [n] per row.
+
+    `numbers` as `uniforms` gives them; `salt` >= 1 tells uses of the same number apart.
+    """
+    key = _mix((numbers * 2.0**_MANTISSA_BITS).to(torch.int64) + _signed(_FIRST_MULTIPLIER * salt))
+    steps = torch.arange(1, count + 1, dtype=torch.int64, device=numbers.device) * _signed(_GOLDEN_GAMMA)
+    bits = _mix(key[:, None] + steps)
+    return (_shift_right(bits, 64 - _MANTISSA_BITS).to(torch.float64) + 0.5) * 2.0**-_MANTISSA_BITS
+
+
 def _mix(state: torch.Tensor) -> torch.Tensor:
     """The splitmix64 finaliser on int64 read as unsigned 64-bit; products wrap."""
     state = (state ^ _shift_right(state, 30)) * _signed(_FIRST_MULTIPLIER)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.noise import Purpose, uniforms
+from engine.race import WIDTH, Heat, in_blocks, scores
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from tests.inprocess import Answer, Logits
@@ -22,12 +23,11 @@ class Tolerance:
     """How far rounding may carry, for logits whose spread is about 3."""
 
     logits: float  # between the best token and another that a greedy row may take instead
-    mass: float  # probability by which a sampled row's number may miss its token
     logprobs: float
 
 
-FP32 = Tolerance(logits=1e-3, mass=1e-4, logprobs=1e-3)
-BF16 = Tolerance(logits=0.5, mass=0.1, logprobs=0.5)
+FP32 = Tolerance(logits=1e-3, logprobs=1e-3)
+BF16 = Tolerance(logits=0.5, logprobs=0.5)
 
 
 class NearTies:
@@ -49,7 +49,7 @@ class NearTies:
             f"{single.sampling}: {len(got.token_ids)} tokens instead of {len(wanted.token_ids)}, the same so far"
         )
         miss = self.miss(single, wanted.token_ids[:at], got.token_ids[at])
-        limit = self._tolerance.logits if single.sampling.is_greedy else self._tolerance.mass
+        limit = self._tolerance.logits
         assert miss <= limit, (
             f"request {single.request_id} ({single.sampling}) parts at token {at} with {got.token_ids[at]} instead of "
             f"{wanted.token_ids[at]}, {miss:.5f} from a tie (limit {limit})"
@@ -65,8 +65,17 @@ class NearTies:
             scores = reference_logits(logits, single.sampling, history, num_prompt, self._eos)
             return max(scores) - scores[token]
         probs = reference_probs(logits, single.sampling, history, num_prompt, self._eos)
-        low, number = sum(probs[:token]), _number(single.sampling, len(history))
-        return max(low - number, number - (low + probs[token]), 0.0)
+        return _lost_by(probs, _number(single.sampling, len(history)), token)
+
+
+def _lost_by(probs: Sequence[float], number: float, token: int) -> float:
+    """By how much `token` lost its race, or its block did: a difference of log-weights, as rounding would have to be."""
+    numbers = torch.tensor([number], dtype=torch.float64)
+    blocks = in_blocks(torch.tensor([probs], dtype=torch.float64))
+    block, lane = divmod(token, WIDTH)
+    between = scores(blocks.sum(dim=2), numbers, Heat.BLOCK)[0]
+    within = scores(blocks[:, block], numbers, Heat.TOKEN)[0]
+    return float(max(between.max() - between[block], within.max() - within[lane]))
 
 
 def _number(sampling: SamplingParams, position: int) -> float:

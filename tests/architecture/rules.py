@@ -19,6 +19,7 @@ ENGINE_LAYERS = {
     "engine.clock": 1,
     "engine.config": 1,
     "engine.noise": 1,
+    "engine.race": 1.1,
     "engine.accounts": 1.1,
     "engine.handover": 1.1,
     "engine.peers": 1.1,

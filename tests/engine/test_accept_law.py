@@ -16,7 +16,7 @@ from engine.noise import Purpose
 from engine.sampling import SamplingModel, SamplingRows, SamplingState
 from engine.speculation.draft import Draft
 from protocol.sampling import SamplingParams
-from tests.speculation.reference import HOST
+from tests.speculation.reference import HOST, inverse_cdf_draw
 
 CELLS = 12
 Law = dict[tuple[int, ...], float]
@@ -97,6 +97,7 @@ def test_one_hot_chains_have_the_targets_law(vocab_size: int, length: int, monke
     table, root = TARGET[vocab_size], 1
     num_numbers = length + 1
     monkeypatch.setattr("engine.accept.uniforms", Cells(2, num_numbers))
+    monkeypatch.setattr("engine.accept.draw", inverse_cdf_draw)
     seeds = list(range(CELLS**num_numbers))
     for chain in itertools.product(range(vocab_size), repeat=length):
         logits = torch.stack([logits_of(table, (root, *chain[:step])) for step in range(length + 1)])
@@ -125,6 +126,7 @@ def test_rejection_sampling_has_the_targets_law(
     """Averaged over what the drafter draws, at full length, with spans of length 0, 1 and 2 in one batch."""
     table, draft_table, root = TARGET[vocab_size], DRAFTS[draft_name][vocab_size], 1
     monkeypatch.setattr("engine.accept.uniforms", Cells(2, 1))
+    monkeypatch.setattr("engine.accept.draw", inverse_cdf_draw)
     for length in (0, 1, 2):
         law: Law = defaultdict(float)
         for chain, weight in drafted_chains(draft_table, root, length):
@@ -166,6 +168,7 @@ def test_trees_have_the_targets_law(tree: str, monkeypatch: pytest.MonkeyPatch) 
     tokens, parents = TREES[tree]
     table, root, width = TARGET[3], 1, len(tokens)
     monkeypatch.setattr("engine.accept.uniforms", Cells(2, 3))
+    monkeypatch.setattr("engine.accept.draw", inverse_cdf_draw)
     seeds = list(range(CELLS**3))
     draft = Draft(
         tokens=torch.tensor([tokens], dtype=torch.int32).expand(len(seeds), -1),
@@ -190,6 +193,7 @@ def test_drafts_with_a_root_have_the_targets_law(monkeypatch: pytest.MonkeyPatch
     """UNO: drafting already produced the token at position 2; verification goes on behind it."""
     table, root = TARGET[3], 1
     monkeypatch.setattr("engine.accept.uniforms", Cells(3, 1))
+    monkeypatch.setattr("engine.accept.draw", inverse_cdf_draw)
     seeds = list(range(CELLS**2))
     law: Law = defaultdict(float)
     for first, weight in enumerate(table[root]):

@@ -143,3 +143,10 @@ def generate(
 def chain(proposals: Sequence[Sequence[int]], width: int) -> Draft:
     """A deterministic chain per span."""
     return host_draft(proposals, width)
+
+
+def inverse_cdf_draw(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Stands in for `engine.race.draw` where a grid of numbers is to hit each token in proportion, exactly."""
+    cumulative = weights.cumsum(dim=1)
+    threshold = numbers[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, threshold, right=True).clamp(max=weights.shape[1] - 1).squeeze(1)
