@@ -2,7 +2,8 @@
 
 A client that has sent its request and shut down its sending side still reads; a client that was killed looks just the same
 until something is written to it. A stream is therefore carried on and written to soon (a failed write ends it); for an answer
-that is written at its end only, the half-close is taken for a departure and the connection is closed at once.
+that is written at its end only, the half-close is taken for a departure and the connection is closed at once. So it is when the
+rest of a request is missing: nothing can bring it any more.
 Owns that decision per connection. `frontend.app` creates the handlers; `frontend.completions` and `frontend.sse` say what kind
 of answer is running.
 """
@@ -12,12 +13,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.web_protocol import RequestHandler
 
 from frontend.errors import ApiError
 
-# Between the end of a client's sending and the start of its request's handler lie a few turns of the event loop.
+# Between the end of a client's sending and the start of its request's handler lie a few turns of the event loop, and what
+# aiohttp has buffered of a body takes some more.
 GRACE_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -26,14 +28,14 @@ logger = logging.getLogger(__name__)
 class ConnectionHandler(RequestHandler):
     """aiohttp's handler of one connection, which outlives a half-close while a request runs."""
 
-    __slots__ = ("_at_half_close", "_is_half_closed", "_is_serving", "_wire")
+    __slots__ = ("_at_half_close", "_body", "_is_half_closed", "_wire")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._wire: asyncio.BaseTransport | None = None
-        self._is_serving = False
         self._is_half_closed = False
         self._at_half_close: Callable[[], None] | None = None
+        self._body: StreamReader | None = None  # of the request that is being served
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = transport
@@ -44,8 +46,8 @@ class ConnectionHandler(RequestHandler):
         self._is_half_closed = True
         if self._at_half_close is not None:
             self._at_half_close()
-        elif not self._is_serving:
-            asyncio.get_running_loop().call_later(GRACE_S, self._close_if_idle)
+        else:
+            self._watch()
         return True
 
     def handle_error(
@@ -64,15 +66,17 @@ class ConnectionHandler(RequestHandler):
         response.force_close()
         return response
 
-    def begin(self) -> None:
+    def begin(self, body: StreamReader) -> None:
         """A request's handler starts."""
-        self._is_serving = True
         self._at_half_close = None
+        self._body = body
+        if self._is_half_closed:
+            self._watch()
 
     def end(self) -> None:
         """The answer is ready. Nothing can follow it on a half-closed connection."""
-        self._is_serving = False
         self._at_half_close = None
+        self._body = None
         if self._is_half_closed:
             self.close()  # as soon as the answer is out
 
@@ -87,14 +91,24 @@ class ConnectionHandler(RequestHandler):
         if self._wire is not None:
             self._wire.close()
 
-    def _close_if_idle(self) -> None:
-        if not self._is_serving:
+    def _watch(self) -> None:
+        num_bytes = 0 if self._body is None else self._body.total_bytes
+        asyncio.get_running_loop().call_later(GRACE_S, self._close_if_useless, self._body, num_bytes)
+
+    def _close_if_useless(self, body: StreamReader | None, num_bytes: int) -> None:
+        """Close a half-closed connection without a request, or whose request's body has stopped before its end."""
+        if self._body is None:
             self.drop()
+        elif not self._body.is_eof():
+            if self._body is body and body.total_bytes == num_bytes:
+                self.drop()
+            else:
+                self._watch()
 
 
 def begin_serving(request: web.Request) -> None:
     if isinstance(request.protocol, ConnectionHandler):
-        request.protocol.begin()
+        request.protocol.begin(request.content)
 
 
 def end_serving(request: web.Request) -> None:

@@ -200,6 +200,26 @@ async def test_a_client_gone_while_sending_its_body_is_counted_apart(site):
     assert not site.engine.submitted
 
 
+async def test_a_half_close_within_a_body_closes_the_connection(site):
+    reader, writer = await site.connect()
+    await site.send(writer, b'{"prompt":', length=1000)
+    await asyncio.sleep(0.05)
+    writer.write_eof()
+    async with asyncio.timeout(3):
+        assert await reader.read() == b""
+    await site.until(lambda: 'drafthouse:requests_abandoned_total{stage="body"} 1\n' in site.page())
+
+
+async def test_a_whole_body_before_a_half_close_is_served_however_large(site):
+    """Larger than what aiohttp buffers before it stops reading."""
+    reader, writer = await site.connect()
+    site.engine.autoplay = True
+    await site.send(writer, {"prompt": "x", "max_tokens": 3, "stream": True, "unknown": "y" * 1_000_000})
+    writer.write_eof()
+    async with asyncio.timeout(5):
+        assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/nope", 404), ("POST", "/v1/nope", 404), ("GET", "/v1/completions", 405), ("POST", "/metrics", 405)],
