@@ -4,7 +4,6 @@ Knows HTTP only. SAME is the case book's word: equal, or a near tie of the refer
 """
 
 import json
-import os
 import random
 import socket
 import threading
@@ -17,9 +16,8 @@ from urllib.parse import urlsplit
 
 import requests
 
-from tests.cases.client import TIE, Client, strict_json, together
+from tests.cases.client import IS_LONG, TIE, Client, strict_json, together
 
-IS_LONG = os.environ.get("CASES_LONG") == "1"
 MAX_TIES = 0.02  # near ties the case book forgives, of all requests
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.cases.client import PAT, Client, parse_metrics, together, total
-from tests.cases.crowd import IS_LONG, OpenRequest, answers, assert_same, leave_all, seeded
+from tests.cases.client import IS_LONG, PAT, Client, parse_metrics, together, total
+from tests.cases.crowd import OpenRequest, answers, assert_same, leave_all, seeded
 from tests.cases.laws import gauges, increments, labelled
 from tests.cases.processes import unharmed, wait_until
 from tests.e2e.servers import serve

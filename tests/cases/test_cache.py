@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.cases.client import PAT, Client, Streamed, together, total
-from tests.cases.crowd import IS_LONG, answer, answers, assert_same, seeded
+from tests.cases.client import IS_LONG, LIST, Client, Streamed, together, total
+from tests.cases.crowd import answer, answers, assert_same, seeded
 from tests.cases.laws import assert_laws, increments
 from tests.e2e.servers import serve
 from tests.tiny import write_tiny_model
@@ -24,7 +24,7 @@ RUNS = [[582, 827, 1296], [1876, 2531], [2976], [421, 421, 421, 421], [582, 827,
 def test_cache_1_preempted_requests_of_a_tiny_pool_answer_as_alone(setup: Callable[[str], Client]) -> None:
     tiny, ref = setup("tiny_kv"), setup("ref")
     bodies = [
-        {"prompt": f"{index}.\n{PAT}", "temperature": 0, "max_tokens": 200 if IS_LONG else 32, "ignore_eos": True}
+        {"prompt": f"{index}.\n{LIST}", "temperature": 0, "max_tokens": 200 if IS_LONG else 48, "ignore_eos": True}
         for index in range(8 if IS_LONG else 6)
     ]
     before = tiny.metrics()
@@ -140,7 +140,7 @@ def test_cache_2_a_hit_is_reported_and_counted_in_whole_blocks(spec: Client) -> 
 
 # ---- CACHE-3: ggml-org/llama.cpp#27852 ----
 
-SHORT_PAT = {"prompt": PAT, "temperature": 0, "max_tokens": 32, "ignore_eos": True}
+SHORT_LIST = {"prompt": LIST, "temperature": 0, "max_tokens": 32, "ignore_eos": True}
 
 
 def made_up_words(num_words: int) -> str:
@@ -149,9 +149,9 @@ def made_up_words(num_words: int) -> str:
     return " ".join("".join(rng.choices(syllables, k=3)) for _ in range(num_words))
 
 
-def answer_and_counts(client: Client) -> tuple[Any, tuple[float, float, float]]:
+def answer_and_counts(client: Client, max_tokens: int = 32) -> tuple[Any, tuple[float, float, float]]:
     before = client.metrics()
-    got = answer(client, **SHORT_PAT)
+    got = answer(client, **{**SHORT_LIST, "max_tokens": max_tokens})
     counted = assert_laws(before, client.metrics(), WIDTH, first_tokens=1).speculation
     return got, (counted.drafts, counted.draft_tokens, counted.accepted)
 
@@ -160,12 +160,12 @@ def test_cache_3_a_request_drafts_as_on_a_fresh_server_after_another_one(tmp_pat
     """A tiny random model: two fresh servers cost little, and greedy text of such a model soon repeats itself."""
     model = str(write_tiny_model(tmp_path / "tiny", context_length=2048))
     with serve("--model", model, "--dtype", "fp32", *SPEC) as server:
-        fresh, fresh_counts = answer_and_counts(Client(server.base_url))
+        fresh, fresh_counts = answer_and_counts(Client(server.base_url), 200)
     with serve("--model", model, "--dtype", "fp32", *SPEC) as server:
         client = Client(server.base_url)
         client.complete(prompt=made_up_words(120), temperature=0, max_tokens=64, ignore_eos=True)
-        client.complete(prompt=PAT[:-30] + "blue blue", temperature=0, max_tokens=64, ignore_eos=True)
-        used, used_counts = answer_and_counts(client)
+        client.complete(prompt=LIST[:-30] + "blue blue", temperature=0, max_tokens=64, ignore_eos=True)
+        used, used_counts = answer_and_counts(client, 200)
     assert (used.token_ids, used.text) == (fresh.token_ids, fresh.text)
     assert used_counts == fresh_counts
     assert fresh_counts[0] > 0
@@ -214,6 +214,6 @@ def test_cache_4_a_round_without_a_match_is_no_draft(ref: Client, spec: Client) 
     assert sum(len(step) for step in steps) == 20
     got, counts = answer_and_counts(spec)
     assert counts[2] > 0, "drafting works right behind it"
-    wanted = answers(ref, [body, SHORT_PAT])
+    wanted = answers(ref, [body, SHORT_LIST])
     assert stream.token_ids[0] == wanted[0].token_ids
     assert_same([got], [wanted[1]])

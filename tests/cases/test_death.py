@@ -13,8 +13,8 @@ import psutil
 import pytest
 import requests
 
-from tests.cases.client import COMPLETIONS, Client, strict_json, together, total
-from tests.cases.crowd import IS_LONG, OpenRequest, leave_all, seeded
+from tests.cases.client import COMPLETIONS, IS_LONG, Client, strict_json, together, total
+from tests.cases.crowd import OpenRequest, leave_all, seeded
 from tests.cases.laws import assert_well_formed, engine_scope, increments, labelled
 from tests.cases.processes import (
     DRAFTHOUSE,

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import pytest
 import requests
 
-from tests.cases.client import COMPLETIONS, Client, strict_json, together, total
-from tests.cases.crowd import IS_LONG, OpenRequest, bystanders
+from tests.cases.client import COMPLETIONS, IS_LONG, Client, strict_json, together, total
+from tests.cases.crowd import OpenRequest, bystanders
 from tests.cases.laws import labelled
 from tests.cases.processes import processes_of, resident_bytes, unharmed, wait_until
 from tests.e2e.servers import serve

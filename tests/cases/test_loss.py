@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.cases.client import PAT, Client
-from tests.cases.crowd import IS_LONG, answer, answers, assert_same
+from tests.cases.client import IS_LONG, PAT, Client
+from tests.cases.crowd import answer, answers, assert_same
 from tests.cases.laws import Increments, assert_laws
 
 WIDTH = 5

@@ -13,8 +13,8 @@ import pytest
 import requests
 
 from tests.cases.bench_reader import read_as_python, read_as_rust, scrape
-from tests.cases.client import PAT, Client, parse_metrics, speculation_delta, together, total
-from tests.cases.crowd import IS_LONG, OpenRequest, seeded
+from tests.cases.client import IS_LONG, PAT, Client, parse_metrics, speculation_delta, together, total
+from tests.cases.crowd import OpenRequest, seeded
 from tests.cases.laws import assert_laws, assert_well_formed, engine_scope, families, increments
 from tests.cases.processes import processes_of, unharmed, wait_until
 from tests.e2e.servers import serve

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cases.bench_reader import Section, read_as_python, read_as_rust, scrape, section
-from tests.cases.client import PAT, Client, Streamed, parse_metrics, together, total
+from tests.cases.client import LIST, Client, Streamed, parse_metrics, together, total
 from tests.cases.crowd import OpenRequest, leave_all
 from tests.cases.laws import Increments, assert_laws, assert_well_formed, engine_scope, gauges, increments
 
@@ -30,11 +30,11 @@ def bench_requests(sampling: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]
     """What a bench client sends, on both endpoints, with enough repetition in it to draft from."""
     common = {**sampling, "stream_options": {"include_usage": True}}
     chat = {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "Repeat this.\n" + PAT}]}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Repeat this.\n" + LIST}]}],
         "max_completion_tokens": 24,
         "ignore_eos": True,
     }
-    completion = {"prompt": PAT, "repetition_penalty": 1.0, "max_tokens": 24, "logprobs": None}
+    completion = {"prompt": LIST, "repetition_penalty": 1.0, "max_tokens": 24, "logprobs": None}
     plain = {"prompt": "The sky is", "max_tokens": 8}
     return [
         ("/v1/completions", {**common, **completion}),
@@ -144,7 +144,7 @@ def test_the_request_after_an_aborted_step_inherits_nothing(sim: Client) -> None
 
 def test_streams_of_the_real_model_that_are_left_still_obey_the_laws(spec: Client) -> None:
     before = spec.metrics()
-    body = {"prompt": PAT, "temperature": 0, "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    body = {"prompt": LIST, "temperature": 0, "max_tokens": 2000, "stream": True, "ignore_eos": True}
     opened = together([lambda: OpenRequest(spec, body) for _ in range(4)])
     together([lambda one=one: one.wait_for(12) for one in opened])
     leave_all(opened)
@@ -158,7 +158,7 @@ def test_streams_of_the_real_model_that_are_left_still_obey_the_laws(spec: Clien
 @pytest.mark.parametrize("name", SETUPS)
 def test_gauges_rise_under_load_and_fall_to_zero_when_idle(setup: Callable[[str], Client], name: str) -> None:
     client = setup(name)
-    body: dict[str, Any] = {"prompt": PAT, "max_tokens": 40}
+    body: dict[str, Any] = {"prompt": LIST, "max_tokens": 40}
     if name != "spec":
         body["sim"] = {"runs": [RUN] * 6, "step_ms": 60}
     count = 4 if name == "spec" else 80
