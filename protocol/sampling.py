@@ -19,6 +19,7 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_TEMPERATURE = 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # far smaller ones are 0 in fp32
 
 
 class InvalidSampling(ValueError):
@@ -72,10 +73,7 @@ def _check_numbers(params: SamplingParams) -> None:
     _in_range("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
     if not (math.isfinite(params.top_p) and 0.0 < params.top_p <= 1.0):
         raise InvalidSampling("top_p", f"top_p must be in (0, 1], got {params.top_p}")
-    if not (math.isfinite(params.repetition_penalty) and 0.0 < params.repetition_penalty <= 100.0):
-        raise InvalidSampling(
-            "repetition_penalty", f"repetition_penalty must be in (0, 100], got {params.repetition_penalty}"
-        )
+    _in_range("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
     if params.seed is not None and not MIN_SEED <= params.seed <= MAX_SEED:
         raise InvalidSampling("seed", f"seed must be a 64-bit signed integer, got {params.seed}")
 

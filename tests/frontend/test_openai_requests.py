@@ -90,7 +90,7 @@ def test_temperature_outside_its_range_is_refused(value, kind):
         ("stop_token_ids", list(range(1025))), ("bad_words", [""]), ("bad_words", ["x"] * 5000),
         ("seed", 2**63), ("seed", -(2**63) - 1), ("seed", 1.5),
         ("top_k", -2), ("top_k", 2**40), ("top_p", 0), ("top_p", 1.1), ("min_p", -0.1),
-        ("presence_penalty", 2.5), ("frequency_penalty", -3), ("repetition_penalty", 0),
+        ("presence_penalty", 2.5), ("frequency_penalty", -3), ("repetition_penalty", 0), ("repetition_penalty", 1e-300),
         ("min_tokens", 11), ("min_tokens", -1), ("logprobs", 21), ("logprobs", -1), ("prompt_logprobs", 21),
         ("stream_options", {"include_usage": True}),
         ("request_id", "a b"), ("request_id", ""),
