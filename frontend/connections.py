@@ -74,10 +74,10 @@ class ConnectionHandler(RequestHandler):
             self._watch()
 
     def end(self) -> None:
-        """The answer is ready. Nothing can follow it on a half-closed connection."""
+        """The answer is ready. On a half-closed connection only what arrived before can follow it."""
         self._at_half_close = None
         self._body = None
-        if self._is_half_closed:
+        if self._is_half_closed and not self._messages:
             self.close()  # as soon as the answer is out
 
     def when_half_closed(self, action: Callable[[], None]) -> None:

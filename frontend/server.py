@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 
 from frontend.admission import Admission
 from frontend.bodies import LARGE_BODY_BYTES
 from frontend.config import FrontendConfig
 from frontend.engine_families import EngineView
-from frontend.errors import ApiError, clipped, overloaded
+from frontend.errors import ApiError, clipped, invalid, overloaded
 from frontend.generation import Submitter
 from frontend.metrics import FrontendMetrics
 from frontend.text import Text
@@ -90,7 +91,7 @@ async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: 
 
 
 async def read_body(request: web.Request, limit: int) -> bytes:
-    """The request's body. Raises ApiError(413) before reading one that says it is too large."""
+    """The request's body. Raises ApiError(413), before reading one that says it is too large, and ApiError(400)."""
     length = request.content_length
     if length is not None and length > limit:
         raise _too_large(limit)
@@ -98,6 +99,10 @@ async def read_body(request: web.Request, limit: int) -> bytes:
         return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise _too_large(limit) from None
+    except RequestPayloadError:
+        request.content.feed_eof()  # nobody needs to read on for the rest of it
+        request.protocol.close()  # after the answer: where the next request begins cannot be told
+        raise invalid("the request body does not fit its Content-Encoding or Transfer-Encoding header") from None
 
 
 def _too_large(limit: int) -> ApiError:

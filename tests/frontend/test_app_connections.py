@@ -161,6 +161,25 @@ async def test_pipelined_requests_are_answered_in_order(site):
     assert answer.index("version") < answer.index('"status":"ok"')
 
 
+async def test_pipelined_requests_before_a_half_close_are_all_answered(site):
+    reader, writer = await site.connect()
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
+    writer.write_eof()
+    async with asyncio.timeout(3):
+        assert (await reader.read()).count(b'{"status":"ok"}') == 3
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_is_not_what_its_headers_say_is_refused(site, encoding, caplog):
+    reader, writer = await site.connect()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: {encoding}\r\nContent-Length: 4\r\n\r\n"
+    writer.write(head.encode() + b"xxxx")
+    async with asyncio.timeout(3):
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400") and b"Content-Encoding" in answer
+    assert not caplog.records, "a client's mistake is no error of the server"
+
+
 async def test_a_waiting_stream_says_that_it_is_alive(site):
     reader, writer = await site.connect()
     await site.send(writer, {**LONG, "stream": True})
