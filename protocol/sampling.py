@@ -16,6 +16,9 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_SEQUENCES = (
+    2 * MAX_BAD_WORDS
+)  # most words have two spellings in tokens: with a blank before them, and without
 MAX_BAD_WORD_TOKENS = 64
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_TEMPERATURE = 100.0
@@ -102,13 +105,17 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
         if not params.allowed_token_ids:
             raise InvalidSampling("allowed_token_ids", "allowed_token_ids must not be empty")
         _ids_in_vocabulary("allowed_token_ids", params.allowed_token_ids, vocab_size, vocab_size)
-    if len(params.bad_words) > MAX_BAD_WORDS:
+    if len(params.bad_words) > MAX_BAD_WORD_SEQUENCES:
         raise InvalidSampling(
-            "bad_words", f"bad_words has {len(params.bad_words)} entries; the limit is {MAX_BAD_WORDS}"
+            "bad_words", f"bad_words has {len(params.bad_words)} spellings; the limit is {MAX_BAD_WORD_SEQUENCES}"
         )
     for word in params.bad_words:
         if not word:
             raise InvalidSampling("bad_words", "bad_words must not contain an empty word")
+        if len(word) > MAX_BAD_WORD_TOKENS:
+            raise InvalidSampling(
+                "bad_words", f"bad_words has a word of {len(word)} tokens; the limit is {MAX_BAD_WORD_TOKENS}"
+            )
         _ids_in_vocabulary("bad_words", word, vocab_size, MAX_BAD_WORD_TOKENS)
 
 

@@ -100,6 +100,14 @@ def test_values_outside_their_limits_are_refused_by_name(field, value):
     assert field in refusal({"prompt": "x", field: value})["message"]
 
 
+def test_as_many_bad_words_as_allowed_may_have_two_spellings_each():
+    request, _ = decode({"prompt": "x", "bad_words": [f"w{number}" for number in range(1024)]})
+    assert job_of(draft_of(request, 8), embedded_text(), hello()).prompts[0].sampling.bad_words
+    request, _ = decode({"prompt": "x", "bad_words": ["zq" * 400]})
+    with pytest.raises(ApiError, match="bad_words has a word of"):
+        job_of(draft_of(request, 8), embedded_text(), hello())
+
+
 @pytest.mark.parametrize("prompt", [[True], [1.5], [None], ["a", 5], {}, 5, None, [[1, "a"]], [[[1]]]])
 def test_prompts_of_the_wrong_shape_name_the_prompt(prompt):
     request, _ = decode({"prompt": prompt})
