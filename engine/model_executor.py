@@ -86,6 +86,7 @@ def build_executor(files: ModelFiles, settings: ExecutorSettings, on_progress: P
     arch = read_arch(files)
     # Drafters of today run on the host: their drafts live there, so that reading lengths costs no device copy.
     speculator = build_speculator(settings.speculator, settings.speculation, torch.device("cpu"), arch.vocab_size)
+    _refuse_long_context(settings, arch)
     model = load_model(files, dtype, device, on_progress)
     shape = KVShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, settings.block_size, dtype)
     num_blocks = _num_blocks(settings, arch, shape, device, speculator.capabilities.max_draft_len)
@@ -125,13 +126,20 @@ def _num_blocks(
     return tokens // settings.block_size
 
 
+def _refuse_long_context(settings: ExecutorSettings, arch: ArchConfig) -> None:
+    """Said before the weights are loaded, which takes seconds and most of the memory."""
+    asked, most = settings.max_model_len, settings.kv_cache_tokens
+    if asked is not None and asked > arch.context_length:
+        raise ValueError(f"--max-model-len {asked} exceeds the model's context of {arch.context_length} tokens")
+    if asked is not None and most is not None and asked > most:
+        raise ValueError(f"--max-model-len {asked} exceeds the KV cache of {most} tokens (--kv-cache-tokens)")
+
+
 def _max_model_len(settings: ExecutorSettings, arch: ArchConfig, num_blocks: int) -> int:
     kv_tokens = num_blocks * settings.block_size
     asked = settings.max_model_len
     if asked is None:
         return min(arch.context_length, kv_tokens)
-    if asked > arch.context_length:
-        raise ValueError(f"--max-model-len {asked} exceeds the model's context of {arch.context_length} tokens")
     if asked > kv_tokens:
         raise ValueError(f"--max-model-len {asked} exceeds the KV cache of {kv_tokens} tokens (--kv-cache-tokens)")
     return asked

@@ -63,7 +63,7 @@ def test_loss_2_a_word_repeated_is_continued_alike_alone_and_in_a_batch(ref: Cli
     assert_same(alone, answers(ref, bodies, width=8))
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.5] if IS_LONG else [0.7])
+@pytest.mark.parametrize("temperature", [0.7, 1.5] if IS_LONG else [1.5])
 def test_loss_2_a_seeded_sample_is_the_same_with_and_without_speculation(
     ref: Client, spec: Client, temperature: float
 ) -> None:
