@@ -550,3 +550,15 @@ def test_cuda_without_a_device_is_refused(directory: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="--device cuda"):
         build_executor(resolve(str(directory)), ExecutorSettings(device="cuda"))
+
+
+@pytest.mark.parametrize("options", [{"max_model_len": 10**8}, {"max_model_len": 64, "kv_cache_tokens": 32}])
+def test_a_context_that_cannot_be_is_refused_before_any_weight_is_read(directory: Path, options: dict[str, int]):
+    progress: list[int] = []
+    with pytest.raises(ValueError, match="--max-model-len"):
+        build_executor(
+            resolve(str(directory)),
+            ExecutorSettings(speculator="none", **options),  # type: ignore[arg-type]
+            lambda done, total: progress.append(done),
+        )
+    assert progress == []
