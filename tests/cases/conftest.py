@@ -1,16 +1,20 @@
 """The set-ups of the case book, as real processes started once per session and shared.
 
 REF: speculation off. SPEC: n-gram, K = 5, lookup 1 to 4. SIM: simulated engine, K = 5. All in fp32, where texts are exact.
+The ordinary run puts a small stand-in with the embedded model's vocabulary behind REF and SPEC (tests/stand_in.py); the
+long form runs the embedded model everywhere, and "embedded" is that model in both.
 """
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from tests.cases.client import Client
 from tests.e2e.servers import serve
+from tests.stand_in import write_stand_in
 
 IS_LONG = os.environ.get("CASES_LONG") == "1"
 MODEL = ("--dtype", "fp32", "--check-laws", "true")
@@ -18,6 +22,7 @@ SPEC = ("--speculator", "ngram", "--num-draft-tokens", "5", "--lookup-min", "1",
 SETUPS: dict[str, tuple[str, ...]] = {
     "ref": (*MODEL, "--speculator", "none"),
     "spec": (*MODEL, *SPEC),
+    "embedded": (*MODEL, *SPEC),
     "spec_nocache": (*MODEL, *SPEC, "--prefix-caching", "false"),
     "tiny_kv": (*MODEL, *SPEC, "--kv-cache-tokens", "640", "--max-model-len", "640"),
     "short": (*MODEL, *SPEC, "--max-model-len", "128"),
@@ -29,15 +34,24 @@ SETUPS: dict[str, tuple[str, ...]] = {
 }
 
 
+OWN_MODEL = ("embedded", "sim", "sim15", "sim_slow", "sim_4f")
+
+
 @pytest.fixture(scope="session")
-def setup() -> Iterator[Callable[[str], Client]]:
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_stand_in(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def setup(stand_in: Path) -> Iterator[Callable[[str], Client]]:
     """`setup("spec")` gives a client of that set-up's server, starting it on first use."""
     with ExitStack() as stack:
         clients: dict[str, Client] = {}
 
         def get(name: str) -> Client:
             if name not in clients:
-                server = stack.enter_context(serve(*SETUPS[name]))
+                model = () if name in OWN_MODEL or IS_LONG else ("--model", str(stand_in))
+                server = stack.enter_context(serve(*SETUPS[name], *model))
                 clients[name] = Client(server.base_url)
             return clients[name]
 

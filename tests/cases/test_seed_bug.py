@@ -18,7 +18,7 @@ from tests.cases.laws import Increments, assert_laws, assert_well_formed, engine
 
 WIDTH = 5
 RUN = [582, 827, 1296, 1876, 2531, 2976]  # six tokens: five accepted and the bonus
-SETUPS = ["spec", "sim", "sim_4f"]
+SETUPS = ["embedded", "sim", "sim_4f"]
 SAMPLING = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 0.4, "seed": 11},
@@ -142,7 +142,7 @@ def test_the_request_after_an_aborted_step_inherits_nothing(sim: Client) -> None
     assert (counted.generation, counted.aborted_rounds, counted.cut) == (4, 0, 0)
 
 
-def test_streams_of_the_real_model_that_are_left_still_obey_the_laws(spec: Client) -> None:
+def test_streams_of_the_real_model_that_are_left_still_obey_the_laws(setup) -> None:
     before = spec.metrics()
     body = {"prompt": LIST, "temperature": 0, "max_tokens": 2000, "stream": True, "ignore_eos": True}
     opened = together([lambda: OpenRequest(spec, body) for _ in range(4)])
@@ -159,9 +159,9 @@ def test_streams_of_the_real_model_that_are_left_still_obey_the_laws(spec: Clien
 def test_gauges_rise_under_load_and_fall_to_zero_when_idle(setup: Callable[[str], Client], name: str) -> None:
     client = setup(name)
     body: dict[str, Any] = {"prompt": LIST, "max_tokens": 40}
-    if name != "spec":
+    if name != "embedded":
         body["sim"] = {"runs": [RUN] * 6, "step_ms": 60}
-    count = 4 if name == "spec" else 80
+    count = 4 if name == "embedded" else 80
     with watched_gauges(client) as peaks:
         together([lambda: Client(client.base_url).complete(**body) for _ in range(count)], width=count)
     assert peaks["vllm:num_requests_running"] > 0
