@@ -142,7 +142,8 @@ def test_the_request_after_an_aborted_step_inherits_nothing(sim: Client) -> None
     assert (counted.generation, counted.aborted_rounds, counted.cut) == (4, 0, 0)
 
 
-def test_streams_of_the_real_model_that_are_left_still_obey_the_laws(setup) -> None:
+def test_streams_of_the_real_model_that_are_left_still_obey_the_laws(setup: Callable[[str], Client]) -> None:
+    spec = setup("embedded")
     before = spec.metrics()
     body = {"prompt": LIST, "temperature": 0, "max_tokens": 2000, "stream": True, "ignore_eos": True}
     opened = together([lambda: OpenRequest(spec, body) for _ in range(4)])
