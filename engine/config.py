@@ -47,7 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=1, le=1 << 20, description="most tokens in one step; longer prompts run in chunks")
     ] = 512
     kv_cache_tokens: Annotated[
-        int | None, Meta(ge=1, description="size of the KV cache; default: from the memory of the device")
+        int | None, Meta(ge=1, le=1 << 30, description="size of the KV cache; default: from the memory of the device")
     ] = None
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in one KV block")] = 16
     prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True

@@ -39,8 +39,15 @@ class KVPool:
         self.num_blocks = num_blocks
         size = (shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         # Zeroing touches all of it now: an engine that cannot have its KV cache fails at start, not under load.
-        self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.values = torch.zeros(size, dtype=shape.dtype, device=device)
+        try:
+            self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
+            self.values = torch.zeros(size, dtype=shape.dtype, device=device)
+        except RuntimeError as error:  # torch has no narrower one for the CPU
+            num_tokens, num_bytes = num_blocks * shape.block_size, num_blocks * shape.block_size * shape.bytes_per_token
+            raise ValueError(
+                f"a KV cache of {num_tokens} tokens takes {num_bytes / 2**30:.1f} GiB, more than {device.type} can give: "
+                "lower --kv-cache-tokens"
+            ) from error
         self._key_slots = self.keys.view(shape.num_layers, -1, shape.num_kv_heads, shape.head_dim)
         self._value_slots = self.values.view(shape.num_layers, -1, shape.num_kv_heads, shape.head_dim)
 

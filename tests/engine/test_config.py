@@ -35,6 +35,7 @@ def test_the_promised_defaults():
         (("--speculator", "none", "--num-draft-tokens", "2"), "--num-draft-tokens says nothing"),
         (("--lookup-min", "5"), "--lookup-min 5 is greater than --lookup-max 4"),
         (("--kv-cache-tokens", "8"), "--kv-cache-tokens 8 is less than one --block-size 16"),
+        (("--kv-cache-tokens", "99999999999"), "--kv-cache-tokens: expected int <="),
         (("--listen", "http://x"), "no engine address"),
         (("--listen", "tcp://0.0.0.0:5570"), "CURVE is not supported yet"),
         (("--listen", "tcp://10.1.2.3:5570"), "--allow-plaintext-tcp"),

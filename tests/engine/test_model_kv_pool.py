@@ -64,3 +64,8 @@ def test_clear_zeroes_slots_in_every_layer_even_when_they_hold_nan():
 def test_an_empty_pool_is_refused():
     with pytest.raises(ValueError, match="at least one block"):
         KVPool(SHAPE, 0, torch.device("cpu"))
+
+
+def test_a_pool_larger_than_the_memory_is_refused_with_the_option_that_asked_for_it():
+    with pytest.raises(ValueError, match=r"KV cache of 4398046511104 tokens takes 786432\.0 GiB.*--kv-cache-tokens"):
+        KVPool(SHAPE, 2**40, torch.device("cpu"))
