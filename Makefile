@@ -22,7 +22,7 @@ serve: install
 .PHONY: .venv-test
 
 test: .venv-test
-	.venv/bin/python -m pytest -q $(ARGS)
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 cases: .venv-test
 	CASES_LONG=1 .venv/bin/python -m pytest -q tests/cases $(ARGS)

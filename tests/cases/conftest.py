@@ -23,6 +23,7 @@ SETUPS: dict[str, tuple[str, ...]] = {
     "ref": (*MODEL, "--speculator", "none"),
     "spec": (*MODEL, *SPEC),
     "embedded": (*MODEL, *SPEC),
+    "embedded_ref": (*MODEL, "--speculator", "none"),
     "spec_nocache": (*MODEL, *SPEC, "--prefix-caching", "false"),
     "tiny_kv": (*MODEL, *SPEC, "--kv-cache-tokens", "640", "--max-model-len", "640"),
     "short": (*MODEL, *SPEC, "--max-model-len", "128"),
@@ -34,7 +35,7 @@ SETUPS: dict[str, tuple[str, ...]] = {
 }
 
 
-OWN_MODEL = ("embedded", "sim", "sim15", "sim_slow", "sim_4f")
+OWN_MODEL = ("embedded", "embedded_ref", "sim", "sim15", "sim_slow", "sim_4f")
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +67,16 @@ def ref(setup: Callable[[str], Client]) -> Client:
 @pytest.fixture
 def spec(setup: Callable[[str], Client]) -> Client:
     return setup("spec")
+
+
+@pytest.fixture
+def embedded(setup: Callable[[str], Client]) -> Client:
+    return setup("embedded")
+
+
+@pytest.fixture
+def embedded_ref(setup: Callable[[str], Client]) -> Client:
+    return setup("embedded_ref")
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def test_logp_1_accepted_positions_carry_their_own_values(spec: Client) -> None:
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 32, "logprobs": 1, "return_token_ids": True}
     before = spec.metrics()
     answer = spec.ask(COMPLETIONS, False, LIST, **asked)
-    assert speculation_delta(before, spec.metrics(), 5).accepted >= 10
+    assert speculation_delta(before, spec.metrics(), 5).accepted >= 5
     prompt_ids = spec.post("/tokenize", {"prompt": LIST}).json()["tokens"]
     echoed = spec.complete(prompt=prompt_ids + answer.token_ids[0], max_tokens=1, echo=True, logprobs=1, temperature=0)
     values = echoed["choices"][0]["logprobs"]["token_logprobs"]

@@ -69,8 +69,10 @@ def test_stop_1_the_numbers_do_not_depend_on_how_steps_are_cut(sim: Client, path
         assert len(answer.entries[0]) == 3
 
 
-def test_stop_1_on_the_real_model_speculation_cuts_where_one_token_per_step_does(ref: Client, spec: Client) -> None:
-    whole = ref.ask(COMPLETIONS, False, LIST, temperature=0, max_tokens=40, logprobs=1, return_token_ids=True)
+def test_stop_1_on_the_real_model_speculation_cuts_where_one_token_per_step_does(
+    embedded_ref: Client, embedded: Client
+) -> None:
+    whole = embedded_ref.ask(COMPLETIONS, False, LIST, temperature=0, max_tokens=40, logprobs=1, return_token_ids=True)
     text, ids = whole.text[0], whole.token_ids[0]
     shown = ["" if token == EOS else entry.token for token, entry in zip(ids, whole.entries[0])]
     ends = [len("".join(shown[: i + 1])) for i in range(len(ids))]
@@ -79,16 +81,18 @@ def test_stop_1_on_the_real_model_speculation_cuts_where_one_token_per_step_does
     stops += [text[start : start + 23] for start in range(2, len(text) - 23, 47)]
     inside = [s for s in stops if text.find(s) not in ends and text.find(s) + len(s) not in ends]
     assert len(inside) >= 4, "no stop starts and ends inside tokens: the text changed, cut it elsewhere"
-    before = spec.metrics()
+    before = embedded.metrics()
     calls = [(stop, streamed) for stop in dict.fromkeys(inside) for streamed in (False, True)]
     asked = {"temperature": 0, "max_tokens": 40, "logprobs": 1, "return_token_ids": True}
-    answers = together(lambda s=stop, f=form: spec.ask(COMPLETIONS, f, LIST, stop=[s], **asked) for stop, form in calls)
+    answers = together(
+        lambda s=stop, f=form: embedded.ask(COMPLETIONS, f, LIST, stop=[s], **asked) for stop, form in calls
+    )
     for (stop, _), answer in zip(calls, answers):
         start = text.find(stop)
         kept = next(i for i, end in enumerate(ends, start=1) if end >= start + len(stop))
         check(answer, text=text[:start], ids=ids[:kept], finish="stop", stop_reason=stop)
         assert len(answer.entries[0]) == kept
-    after = spec.metrics()
+    after = embedded.metrics()
     moved = speculation_delta(before, after, 5)
     assert moved.drafts > 0 and moved.accepted > 0
     trimmed = total(after, "drafthouse:stop_trimmed_tokens_total") - total(
