@@ -1,0 +1,55 @@
+"""What the documents name exists: options, files, metric families, commands."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from deploy.serve import options as serve_options
+from engine.config import EngineConfig
+from frontend.config import FrontendConfig
+from frontend.families import FAMILIES
+from protocol.options import table
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").rglob("*.md")])
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]+)")
+SOURCE_PATH = re.compile(r"`((?:engine|frontend|protocol|deploy|tests)/[\w/]+\.(?:py|sh))`")
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+
+
+def known_flags() -> set[str]:
+    options = [*table(EngineConfig).values(), *table(FrontendConfig).values(), *serve_options().values()]
+    return {option.flag for option in options} | {"--config", "--help", "--version", "--frontends"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_every_option_a_document_names_exists(path: Path):
+    named = {f"--{flag}" for flag in FLAG.findall(path.read_text())}
+    assert named - known_flags() == set()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_every_file_a_document_names_exists(path: Path):
+    text = path.read_text()
+    named = [ROOT / source for source in SOURCE_PATH.findall(text)] + [
+        path.parent / link for link in LINK.findall(text)
+    ]
+    assert [str(file) for file in named if not file.exists()] == []
+
+
+def test_the_table_of_engine_families_is_the_one_that_is_served():
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    listed = set(re.findall(r"^\| `((?:vllm|drafthouse):\w+)` \|", text, re.MULTILINE))
+    assert listed == {name + ("_total" if family.kind == "counter" else "") for name, family in FAMILIES.items()}
+
+
+def test_every_make_target_a_document_names_exists():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {target for path in DOCUMENTS for target in re.findall(r"`?make ([a-z]+)", path.read_text())}
+    assert named - targets - {"the", "it", "a"} == set()
+
+
+def test_an_option_that_does_not_exist_is_found():
+    assert {f"--{flag}" for flag in FLAG.findall("use --no-such-option")} - known_flags() == {"--no-such-option"}
