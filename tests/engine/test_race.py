@@ -13,11 +13,11 @@ def numbers(count: int, first_seed: int = 0) -> torch.Tensor:
 
 def test_draws_have_the_law_of_the_weights_over_several_blocks() -> None:
     """Chi-square over 700 tokens in three blocks, the last one partial; weights span nine orders of magnitude."""
-    count, vocab_size = 200_000, 2 * WIDTH + 188
+    count, vocab_size = 100_000, 2 * WIDTH + 188
     weights = torch.rand(vocab_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64) ** 6
     drawn = torch.zeros(vocab_size)
-    for first in range(0, count, 20_000):
-        tokens = draw(weights.expand(20_000, -1), numbers(20_000, first))
+    for first in range(0, count, 10_000):
+        tokens = draw(weights.expand(10_000, -1), numbers(10_000, first))
         drawn += torch.bincount(tokens, minlength=vocab_size)
     expected = weights / weights.sum() * count
     likely = expected > 20
