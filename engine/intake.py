@@ -73,7 +73,7 @@ def refusal(submit: Submit, settings: PolicySettings) -> Finish | None:
             "and at least one token must be generated",
         )
     try:
-        submit.sampling.check(settings.vocab_size)
+        submit.sampling.check(settings.vocab_size, settings.eos_token_ids)
     except InvalidSampling as error:
         return rejection(RejectReason.INVALID, str(error))
     problem = _problem_of_script(submit.sim, settings)

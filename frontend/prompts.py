@@ -96,7 +96,8 @@ def fewest_tokens(draft: Draft, text: Text, max_model_len: int, max_prompt_chars
 def job_of(draft: Draft, text: Text, hello: Hello) -> Job:
     """Tokenise and convert. Raises ApiError(400); takes about a second per 4 MB of text."""
     request = draft.request
-    facts = ModelFacts(hello.vocab_size, hello.capacity.max_model_len, text.generation_defaults)
+    eos = text.tokenizer.eos_token_ids
+    facts = ModelFacts(hello.vocab_size, hello.capacity.max_model_len, text.generation_defaults, eos)
     stops = stop_strings(request)
     sim = sim_script(request, hello)
     priority = priority_of(request)

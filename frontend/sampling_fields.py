@@ -5,7 +5,7 @@ value outside its limits is a 400 with the value and the limit. Called by `front
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -38,6 +38,7 @@ class ModelFacts:
     vocab_size: int
     max_model_len: int
     defaults: Mapping[str, float | int]
+    eos_token_ids: Collection[int] = ()
 
 
 def resolve_max_tokens(request: GenerationRequest, num_prompt_tokens: int, max_model_len: int) -> int:
@@ -132,7 +133,7 @@ def sampling_params(
         prompt_logprobs=_prompt_logprobs(request, logprobs),
     )
     try:
-        params.check(facts.vocab_size)
+        params.check(facts.vocab_size, facts.eos_token_ids)
     except InvalidSampling as error:
         name = "top_logprobs" if error.param == "logprobs" and isinstance(request, ChatRequest) else error.param
         raise invalid(str(error).replace("logprobs", name, 1) if name != error.param else str(error), name) from None

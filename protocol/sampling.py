@@ -5,7 +5,7 @@ frontend that did not.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -62,11 +62,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
-    def check(self, vocab_size: int) -> None:
+    def check(self, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
         """Raise `InvalidSampling` for the first value outside its limits. `vocab_size` in tokens."""
         _check_numbers(self)
         _check_counts(self)
         _check_token_ids(self, vocab_size)
+        _check_first_choice(self, eos_token_ids)
 
 
 def _check_numbers(params: SamplingParams) -> None:
@@ -117,6 +118,18 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
                 "bad_words", f"bad_words has a word of {len(word)} tokens; the limit is {MAX_BAD_WORD_TOKENS}"
             )
         _ids_in_vocabulary("bad_words", word, vocab_size, MAX_BAD_WORD_TOKENS)
+
+
+def _check_first_choice(params: SamplingParams, eos_token_ids: Collection[int]) -> None:
+    """min_tokens forbids what would end the answer: something else must be allowed, or no first token exists."""
+    if params.allowed_token_ids is None or params.min_tokens == 0:
+        return
+    ending = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    if ending.issuperset(params.allowed_token_ids):
+        raise InvalidSampling(
+            "allowed_token_ids",
+            f"allowed_token_ids holds only tokens that end the answer, which min_tokens ({params.min_tokens}) forbids",
+        )
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
