@@ -62,7 +62,7 @@ def test_abort_1_gauges_fall_by_themselves_when_every_client_leaves_at_once(
     assert running(client) == 15
     started = time.monotonic()
     leave_all(opened)
-    assert time.monotonic() - started < 0.05
+    assert time.monotonic() - started < 0.5, "the clients left one after the other, not at once"
     client.assert_quiet(within_s=2.0, steady_s=5.0 if IS_LONG else 1.0)
     pages = [gauges(Client(client.base_url).metrics()) for _ in range(4 * frontends)]
     assert all(page == dict.fromkeys(page, 0) for page in pages)
