@@ -153,7 +153,7 @@ def _sim_max_model_len(config: EngineConfig, context: int, kv_tokens: int) -> in
 def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> Mechanism:
     # OpenMP reads this once, when torch loads. By default its threads spin at every barrier, and as soon as anything
     # else wants a core (a frontend, a client) they spin while the thread they wait for is not running: with two busy
-    # neighbours on two cores, 211 matrix products of 6 rows took 2 600 ms, with passive waiting 400 ms.
+    # neighbours on two cores, 121 matrix products of 6 rows took 2 600 ms, with passive waiting 400 ms.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from engine.model_executor import ExecutorSettings, build_executor
     from engine.speculation.registry import SpeculationSettings
