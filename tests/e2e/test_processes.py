@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -103,14 +104,21 @@ def test_a_killed_engine_is_restarted_and_serves_again():
 
 
 def test_no_orphan_survives_a_killed_supervisor_and_the_next_one_cleans_up():
-    with serve(*SIM, "--frontends", "2") as server:
+    # A temporary directory of their own: any other server that starts meanwhile would clean up as well. In /tmp, where
+    # the name is short enough for a socket.
+    with tempfile.TemporaryDirectory(prefix="dh-", dir="/tmp") as own:
+        _killed_and_cleaned(own)
+
+
+def _killed_and_cleaned(own: str) -> None:
+    with serve(*SIM, "--frontends", "2", TMPDIR=own) as server:
         directory = socket_directory(server)
         children = [psutil.Process(pid) for pid in server.pids("engine") + server.pids("frontend")]
         os.kill(server.pid, signal.SIGKILL)
         server.process.wait()
         soon(lambda: not any(child.is_running() for child in children))
-        assert directory.exists(), "nobody was left to remove it"
-    with serve(*SIM):
+        assert directory.is_relative_to(own) and directory.exists(), "nobody was left to remove it"
+    with serve(*SIM, TMPDIR=own):
         assert not directory.exists()
 
 
