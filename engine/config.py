@@ -76,6 +76,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     check_laws: Annotated[bool, Meta(description="debug: check the counters' laws after every step")] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
+    log_format: Annotated[Literal["text", "json"], Meta(description="text, or json: one object per line")] = "text"
+    profile_dir: Annotated[
+        str | None, Meta(description="directory for profiles of /start_profile; without one profiling is refused")
+    ] = None
 
     def __post_init__(self) -> None:
         check_listen_address(self.listen, allow_plaintext_tcp=self.allow_plaintext_tcp)

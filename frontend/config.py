@@ -5,7 +5,7 @@ Owns the option names, defaults and limits of the frontend; parsed once from fil
 in slices, by everything else in this package.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -55,6 +55,32 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_s: Annotated[float, Meta(ge=1, le=3600, description="seconds an idle client connection is kept")] = 120.0
     access_log: Annotated[bool, Meta(description="log one line per HTTP request")] = False
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
+    log_format: Annotated[Literal["text", "json"], Meta(description="text, or json: one object per line")] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="where spans are sent by OTLP; wins over OTEL_EXPORTER_OTLP_TRACES_ENDPOINT and its general form"
+        ),
+    ] = None
+    otlp_metrics_endpoint: Annotated[
+        str | None,
+        Meta(description="where metrics are sent by OTLP; wins over OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"),
+    ] = None
+    trace_level: Annotated[
+        int,
+        Meta(ge=0, le=3, description="how much of a traced request: 1 stages, 2 and rounds, 3 and steps; 0 nothing"),
+    ] = 2
+    trace_max_per_second: Annotated[
+        float, Meta(gt=0, le=1e6, description="most requests traced per second, whoever asks for it")
+    ] = 200.0
+    admin_key_file: Annotated[
+        str | None,
+        Meta(description="file with the key of the admin routes and headers; without one they are refused"),
+    ] = None
+    per_request_spec_decode_metrics: Annotated[
+        Literal["none", "summary", "detailed"],
+        Meta(description="speculation statistics in every answer; a request may ask for its own"),
+    ] = "none"
 
     def __post_init__(self) -> None:
         check_address(self.engine)

@@ -65,6 +65,14 @@ FRONTEND_LAYERS = {
     "frontend.openai": 1,
     "frontend.families": 1,
     "frontend.exposition": 1,
+    # tracing: data, decisions, spelling, sending
+    "frontend.spans": 1.6,
+    "frontend.trace_context": 1.6,
+    "frontend.request_trace": 1.7,
+    "frontend.span_encoding": 1.7,
+    "frontend.span_export": 1.75,
+    "frontend.log_format": 1.75,
+    "frontend.admin": 1.75,
     # the engine's side, the text side, the socket's side
     "frontend.streams": 1.8,
     "frontend.attachment": 1.9,
@@ -82,6 +90,9 @@ FRONTEND_LAYERS = {
     "frontend.engine_families": 2.9,
     "frontend.metrics": 3,
     "frontend.admission": 3.1,
+    "frontend.tracing": 3.2,
+    "frontend.otlp_metrics": 3.2,
+    "frontend.spec_stats": 3.4,
     # a request
     "frontend.chat": 3.5,
     "frontend.sampling_fields": 3.5,
@@ -91,9 +102,11 @@ FRONTEND_LAYERS = {
     "frontend.answers": 3.7,
     "frontend.prompts": 3.7,
     "frontend.server": 3.8,
+    "frontend.span_attributes": 3.9,
     "frontend.completions": 4,
     "frontend.health": 4,
     "frontend.token_routes": 4.1,
+    "frontend.profiling": 4.1,
     "frontend.app": 5,
     "frontend.__main__": 6,
 }
@@ -135,7 +148,11 @@ BANS: list[tuple[str, tuple[str, ...], str]] = [
 ONLY: list[tuple[tuple[str, ...], str, str]] = [
     (("engine.wire", "frontend.engine_client"), "zmq", "sockets live in one place on each side"),
     (("frontend.metrics",), "prometheus_client", "one place turns counters into families"),
-    (("frontend.tracing",), "opentelemetry", "one place turns rounds into spans"),
+    (
+        ("frontend.tracing", "frontend.otlp_metrics", "deploy.report_receiver"),
+        "opentelemetry",
+        "one place sends spans, one sends metrics, and the report receives; spans are made without the SDK (decision 5)",
+    ),
 ]
 # Modules a simulated engine and every frontend load: none may reach torch, directly or through others.
 TORCH_FREE_ROOTS = (
