@@ -51,8 +51,9 @@ class Answer(ABC):
         return chunks
 
     def usage_chunk(self) -> Json:
-        """The last chunk when usage was asked for: no choices."""
-        return {**self._head(streamed=True), "choices": [], "usage": self._usage(self.generation.completion_tokens)}
+        """The last chunk when usage was asked for: no choices. Sent when all children have ended."""
+        usage = self._usage(self.generation.completion_tokens)
+        return {**self._head(streamed=True), "choices": [], "usage": usage, **self._metrics()}
 
     def whole(self, pieces: Mapping[int, Piece]) -> Json:
         """The answer that is not streamed. `pieces`: all of each child's, joined, by index."""
@@ -61,6 +62,7 @@ class Answer(ABC):
             **self._head(streamed=False),
             "choices": [self._complete(choice, pieces[choice.index]) for choice in choices],
             "usage": self._usage(self.generation.completion_tokens),
+            **self._metrics(),
             **self._request_fields(choices[0]),
         }
 
@@ -101,6 +103,13 @@ class Answer(ABC):
             "completion_tokens": completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.generation.cached_tokens},
         }
+
+    def _metrics(self) -> Json:
+        """Statistics of the request. They describe one sequence: with several children or prompts there is no whole."""
+        if self.generation.job.settings.statistics is None:
+            return {}
+        statistics = self.generation.choices[0].statistics
+        return {"metrics": {"speculative_decoding": None if statistics is None else statistics.report()}}
 
     def _ending(self, piece: Piece) -> Json:
         ending: Json = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}

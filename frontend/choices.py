@@ -9,6 +9,7 @@ import codecs
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from frontend.spec_stats import WantedStatistics
 from frontend.stop_strings import StopMatcher
 from frontend.tokenizer import Tokenizer
 from protocol.messages import Finish, PromptReport, SequenceOutput, TokenLogprobs
@@ -19,13 +20,14 @@ _UNNATURAL = (FinishReason.ERROR, FinishReason.ABORT)
 
 @dataclass(frozen=True, slots=True)
 class TextSettings:
-    """How the children of a request turn tokens into text."""
+    """How the children of a request turn tokens into text, and whether they keep statistics of their rounds."""
 
     stops: tuple[str, ...]
     include_stop: bool
     skip_special_tokens: bool
     min_tokens: int
     wants_logprobs: bool
+    statistics: WantedStatistics | None = None
 
     @property
     def awaits_close(self) -> bool:
@@ -84,6 +86,8 @@ class Choice:
         self.prompt: PromptReport | None = None
         self.failure: Finish | None = None
         self.finish_reason = "abort"  # until it has ended by itself
+        # Of its rounds; None where nobody wants them or they cannot be complete.
+        self.statistics = None if settings.statistics is None else settings.statistics.begin()
         self._settings = settings
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids)
         self._matcher = StopMatcher(
@@ -109,6 +113,9 @@ class Choice:
         """Take one step of this child; return what to tell the engine, if anything."""
         if output.prompt is not None:
             self.prompt = output.prompt
+        if self.statistics is not None and output.round is not None:
+            # In every state: the engine has counted rounds behind a stop string too, the last rides on the closing output.
+            self.statistics.add(output.round)
         if self._state is _State.CLOSING:
             # Tokens behind the end are dropped. A finish without tokens is the answer to our Close; one with tokens is
             # a natural end that crossed with it.
@@ -136,8 +143,9 @@ class Choice:
         return pending
 
     def give_up_waiting(self) -> None:
-        """Let the last piece go although the engine has not answered."""
+        """Let the last piece go although the engine has not answered. Rounds may be missing: no statistics."""
         if self._state is _State.CLOSING:
+            self.statistics = None
             self._state = _State.CLOSED
 
     def _take_tokens(self, output: SequenceOutput) -> None:

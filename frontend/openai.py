@@ -14,6 +14,7 @@ from frontend.bodies import decode_body, decode_value
 from frontend.errors import clipped, invalid
 
 _ABSENT = msgspec.Raw(b"null")
+SPEC_DECODE_METRICS = ("none", "summary", "detailed")
 # Ids that go back into headers and bodies: no blanks, no quotes, no line ends.
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -64,6 +65,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: str | None = None
+    spec_decode_metrics: str | None = None  # one of SPEC_DECODE_METRICS; None: as the server is set
     sim: SimRequest | None = None
 
     @property
@@ -173,6 +175,7 @@ def decode_request(body: bytes, kind: type[_Request]) -> tuple[_Request, int]:
     if refused:
         _refuse_unsupported(body, refused)
     _check_stream_options(request)
+    _check_spec_decode_metrics(request)
     if request.request_id is not None and not REQUEST_ID_PATTERN.fullmatch(request.request_id):
         raise invalid("request_id must be 1 to 128 letters, digits or any of . _ : / + = -", "request_id")
     return request, len(others.difference(UNSUPPORTED, ACCEPTED_WITHOUT_EFFECT))
@@ -194,3 +197,19 @@ def _check_stream_options(request: GenerationRequest) -> None:
         raise invalid("stream_options is only allowed when stream is true", "stream_options")
     if options.include_obfuscation:
         raise invalid("stream_options.include_obfuscation is not supported by this server", "stream_options")
+
+
+def _check_spec_decode_metrics(request: GenerationRequest) -> None:
+    level = request.spec_decode_metrics
+    if level is None:
+        return
+    if level not in SPEC_DECODE_METRICS:
+        raise invalid(
+            f"spec_decode_metrics must be one of {', '.join(SPEC_DECODE_METRICS)}, got {clipped(level)}",
+            "spec_decode_metrics",
+        )
+    if level != "none" and request.stream and not request.include_usage:
+        raise invalid(
+            "spec_decode_metrics of a stream come with its usage: set stream_options.include_usage to true",
+            "spec_decode_metrics",
+        )

@@ -23,6 +23,7 @@ from frontend.sampling_fields import (
     sim_script,
     stop_strings,
 )
+from frontend.spec_stats import wanted_statistics
 from frontend.text import Text
 from frontend.tokenizer import EncodingError
 from protocol.messages import Hello
@@ -93,8 +94,11 @@ def fewest_tokens(draft: Draft, text: Text, max_model_len: int, max_prompt_chars
     return fewest
 
 
-def job_of(draft: Draft, text: Text, hello: Hello) -> Job:
-    """Tokenise and convert. Raises ApiError(400); takes about a second per 4 MB of text."""
+def job_of(draft: Draft, text: Text, hello: Hello, spec_decode_metrics: str = "none") -> Job:
+    """Tokenise and convert. Raises ApiError(400); takes about a second per 4 MB of text.
+
+    `spec_decode_metrics` is the server's setting, for requests that do not say.
+    """
     request = draft.request
     eos = text.tokenizer.eos_token_ids
     facts = ModelFacts(hello.vocab_size, hello.capacity.max_model_len, text.generation_defaults, eos)
@@ -115,6 +119,9 @@ def job_of(draft: Draft, text: Text, hello: Hello) -> Job:
         skip_special_tokens=request.skip_special_tokens is not False,
         min_tokens=request.min_tokens or 0,
         wants_logprobs=num_logprobs(request) is not None,
+        statistics=wanted_statistics(
+            request.spec_decode_metrics or spec_decode_metrics, draft.num_sequences, hello.max_draft_len
+        ),
     )
     asked = request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
