@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.sequence import ChildKey, Sequence
-from protocol.messages import Close, Event, Finish, Load, Round, Submit, TokenLogprobs
+from protocol.messages import Close, Event, Finish, Load, PhaseTimes, Round, Submit, TokenLogprobs
 
 
 class Accounts(Protocol):
@@ -36,6 +36,9 @@ class Accounts(Protocol):
 
     def scheduled(self, sequence: Sequence, num_queried: int, num_hit: int) -> None:
         """First row of a child; tokens asked of the prefix cache and found there."""
+
+    def resumed(self, sequence: Sequence) -> None:
+        """A row again, after a preemption."""
 
     def retracted(self, sequence: Sequence) -> None:
         """The child lost its row to a preemption."""
@@ -85,3 +88,9 @@ class Account:
         self.aborted_round: Round | None = None  # ran while the Close was on its way
         self.events: list[Event] = []  # traced requests only
         self.prompt_logprobs: list[TokenLogprobs] = []
+
+
+def shifted(phases: PhaseTimes, offset_ns: int) -> PhaseTimes:
+    """Phase times relative to the step instead of to `execute`; a phase that did not run stays (0, 0)."""
+    spans = tuple([(start + offset_ns, end + offset_ns) if end > start else (0, 0) for start, end in phases.spans])
+    return PhaseTimes(spans=spans, on_device=phases.on_device)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Set
 
 import msgspec
 
-from engine.accounts import Account, EngineIdentity, RequestAccount, StepEnd
+from engine.accounts import Account, EngineIdentity, RequestAccount, StepEnd, shifted
 from engine.plan import Span, SpanKind, SpanResult, StepPlan, StepResult
 from engine.sequence import STOPPED, ChildKey, Committed, Outcome, Sequence
 from protocol.codec import encode_counters
@@ -85,6 +85,8 @@ class Ledger:
         account = Account(sequence, request)
         self._accounts[key] = account
         request.open_children[key.child] = account
+        if key.child == 0 and sequence.submit.received_ns:
+            self._note(account, EventKind.RECEIVED, 0, sequence.submit.received_ns)
         self._note(account, EventKind.QUEUED, 0, sequence.queued_ns)
 
     def is_open(self, frontend_id: str, request_id: int) -> bool:
@@ -142,6 +144,10 @@ class Ledger:
         self.counters.prefix_cache_queries += num_queried
         self.counters.prefix_cache_hits += num_hit
         self._note(account, EventKind.SCHEDULED, 0, sequence.scheduled_ns)
+
+    def resumed(self, sequence: Sequence) -> None:
+        """The child got a row again after a preemption."""
+        self._note(self._account(sequence.key), EventKind.SCHEDULED)
 
     def retracted(self, sequence: Sequence) -> None:
         """The child lost its row to a preemption."""
@@ -383,7 +389,7 @@ class Ledger:
             step_id=self._step_id,
             started_ns=end.started_ns,
             outcome=self._outcome,
-            phases=_shifted(self._phases, end.executed_ns - end.started_ns),
+            phases=shifted(self._phases, end.executed_ns - end.started_ns),
             counters=counters,
             load=end.load,
             outputs=outputs,
@@ -392,9 +398,3 @@ class Ledger:
 
 def _is_closed(key: ChildKey, closed: Set[tuple[str, int, int]]) -> bool:
     return key in closed or (key.frontend_id, key.request_id, _ALL) in closed
-
-
-def _shifted(phases: PhaseTimes, offset_ns: int) -> PhaseTimes:
-    """Phase times relative to the step instead of to `execute`; a phase that did not run stays (0, 0)."""
-    spans = tuple([(start + offset_ns, end + offset_ns) if end > start else (0, 0) for start, end in phases.spans])
-    return PhaseTimes(spans=spans, on_device=phases.on_device)

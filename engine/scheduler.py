@@ -260,6 +260,8 @@ class Scheduler:
             sequence.scheduled_ns = self._now_ns()
             asks_cache = sequence.key.child == 0 and self._cache.can_read(sequence)
             self._accounts.scheduled(sequence, sequence.num_prompt if asks_cache else 0, num_hit if asks_cache else 0)
+        else:
+            self._accounts.resumed(sequence)
         sampling = sequence.sampling
         if sampling.prompt_logprobs is not None and (sequence.is_prompt_done or sequence.key.child != 0):
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # reported, or child 0 reports
@@ -371,8 +373,8 @@ class Scheduler:
     def next_deadline_ns(self) -> int | None:
         return min(self._deadlines.values(), default=None)
 
-    def load(self, num_frontends: int) -> Load:
-        """The gauges at this moment."""
+    def load(self, num_frontends: int, reporter: str = "") -> Load:
+        """The gauges at this moment. `reporter`: the longest attached frontend, "" when there is none."""
         return Load(
             running=len(self._running),
             waiting=len(self._waiting) + sum(map(len, self._followers.values())),
@@ -382,6 +384,7 @@ class Scheduler:
             frontends=num_frontends,
             paused=self._num_paused,
             draining=self.is_draining,
+            reporter=reporter,
         )
 
     def check_integrity(self) -> None:

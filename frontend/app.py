@@ -20,7 +20,9 @@ from frontend.config import FrontendConfig
 from frontend.connections import ConnectionHandler, begin_serving, end_serving
 from frontend.errors import ApiError
 from frontend.openai import REQUEST_ID_PATTERN
-from frontend.server import REQUEST_ID, SERVER, Server
+from frontend.server import REQUEST_ID, SERVER, TRACE, Server
+from frontend.span_attributes import describe_http, describe_status, error_type
+from frontend.tracer import LEVEL_HEADER, TRACE_ID_HEADER, level_asked
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +107,11 @@ async def _common(request: web.Request, handler: Handler) -> web.StreamResponse:
     server = request.app[SERVER]
     started_s = time.monotonic()
     request[REQUEST_ID] = _request_id(request.headers.get("X-Request-Id"))
+    route = _route(request)
     status = 500
     begin_serving(request)
     try:
-        response = await _answered(request, handler)
+        response = await _answered(request, handler, route)
         status = response.status
         if server.admission.is_draining and not response.prepared:
             response.force_close()
@@ -118,25 +121,48 @@ async def _common(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     finally:
         end_serving(request)
-        route = _route(request)
+        trace = request.get(TRACE)
+        if trace is not None:
+            describe_status(trace, status, "client_closed_request" if status == CLIENT_GONE else None)
+            trace.end()
         if route not in _UNMEASURED:
             method = request.method if request.method in _METHODS else "OTHER"
             server.metrics.http(method, status, route, time.monotonic() - started_s)
 
 
-async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _answered(request: web.Request, handler: Handler, route: str) -> web.StreamResponse:
     """The handler's response, or the error it raised as OpenAI's error object."""
     try:
+        if route not in _UNMEASURED:
+            _begin_trace(request, route)
         return await handler(request)
     except ApiError as error:
+        trace = request.get(TRACE)
+        if trace is not None:
+            trace.set("error.type", error_type(error))
+            trace.fail(error_type(error))
         return _error_response(error)
     except web.HTTPException as error:
         return _error_response(_as_api_error(request, error), error)
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception:
-        logger.exception("request_failed route=%s", _route(request))
+        logger.exception("request_failed route=%s", route)
         return _error_response(ApiError(500, "the server failed to answer this request"))
+
+
+def _begin_trace(request: web.Request, route: str) -> None:
+    """Decide whether this request is traced. Raises ApiError for a trace level that cannot be had."""
+    server = request.app[SERVER]
+    level = None
+    if LEVEL_HEADER in request.headers:
+        is_admin = server.admin is not None and server.admin.allows(request.headers.get("Authorization"))
+        level = level_asked(request.headers[LEVEL_HEADER], is_admin, is_tracing=server.tracer is not None)
+    if server.tracer is not None:
+        trace = server.tracer.begin(request, f"{request.method} {route}", level)
+        if trace is not None:
+            request[TRACE] = trace
+            describe_http(trace, request, route)
 
 
 def _as_api_error(request: web.Request, error: web.HTTPException) -> ApiError:
@@ -160,6 +186,9 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers["Server"] = "drafthouse"  # without versions: they tell an attacker where to begin
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
+    trace = request.get(TRACE)
+    if trace is not None:
+        response.headers[TRACE_ID_HEADER] = trace.trace_id
 
 
 def _request_id(given: str | None) -> str:

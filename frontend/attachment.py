@@ -8,8 +8,18 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from frontend.request_trace import RequestTrace, StreamTrace
 from frontend.streams import EngineLost, Stream
-from protocol.messages import SCHEMA_VERSION, Detached, FenceReply, FromEngine, Heartbeat, Hello, StepOutput
+from protocol.messages import (
+    SCHEMA_VERSION,
+    Detached,
+    FenceReply,
+    FromEngine,
+    Heartbeat,
+    Hello,
+    SequenceOutput,
+    StepOutput,
+)
 from protocol.reasons import DetachReason
 
 Observe = Callable[[FromEngine], None]
@@ -52,6 +62,8 @@ class Attachment:
         self.is_known_to_engine = False
         self.streams: dict[int, Stream] = {}
         self.applied_step = 0
+        self.wall_offset_ns = 0  # unix time minus the engine's monotonic clock, by its newest anchor
+        self._previous: StepOutput | None = None
         self._observe = observe
         self._expectation = expectation
         self._fences: dict[int, asyncio.Future[FenceReply]] = {}
@@ -72,6 +84,12 @@ class Attachment:
             self._apply_step(message)
         else:
             self._apply_snapshot(message)
+
+    def trace_of(self, trace: RequestTrace) -> StreamTrace:
+        """The part of a trace that this engine's outputs will tell."""
+        if self.hello is None:
+            raise RuntimeError("no engine has answered yet")
+        return trace.stream(self.hello, self.wall_offset_ns)
 
     def expect_fence(self, nonce: int) -> "asyncio.Future[FenceReply]":
         """The future answer to a fence; cancelling it forgets it."""
@@ -97,6 +115,7 @@ class Attachment:
         if self.mismatch is not None:
             raise Lost(self.mismatch)
         self.hello, self.applied_step = hello, hello.step_id
+        self.wall_offset_ns = hello.wall_ns - hello.monotonic_ns
         self._observe(hello)
 
     def _apply_step(self, step: StepOutput) -> None:
@@ -111,13 +130,25 @@ class Attachment:
             if stream is None:
                 continue  # finished or abandoned, and forgotten
             stream.accept(output)
+            if stream.trace is not None:
+                self._trace(stream.trace, step, output, stream.is_child_done(output.index))
             if stream.is_done:
                 del self.streams[output.request_id]
+        self._previous = step
+
+    def _trace(self, trace: StreamTrace, step: StepOutput, output: SequenceOutput, is_last: bool) -> None:
+        """Times come from the step that ran the round. That of an aborted one rides in the next step's closing output."""
+        ran = step
+        if output.round is not None and output.round.aborted and self._previous is not None:
+            ran = self._previous
+        trace.record(ran, output, is_last)
 
     def _apply_snapshot(self, message: Heartbeat | FenceReply) -> None:
         if message.step_id > self.applied_step:
             raise Lost(f"messages were lost: it published step {message.step_id}, step {self.applied_step} arrived")
         self._observe(message)
+        if isinstance(message, Heartbeat):
+            self.wall_offset_ns = message.wall_ns - message.monotonic_ns
         if isinstance(message, FenceReply):
             fence = self._fences.get(message.nonce)
             if fence is not None and not fence.done():

@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 
 import msgspec
 from aiohttp import web
@@ -22,8 +22,11 @@ from frontend.errors import ApiError, overloaded
 from frontend.generation import Generation, Job
 from frontend.openai import ChatRequest, CompletionRequest, GenerationRequest, decode_request
 from frontend.prompts import draft_of, fewest_tokens, job_of
+from frontend.request_trace import RequestTrace
 from frontend.sampling_fields import num_logprobs
-from frontend.server import REQUEST_ID, SERVER, Server, off_loop, read_body
+from frontend.server import REQUEST_ID, SERVER, TRACE, Server, off_loop, read_body
+from frontend.span_attributes import describe_answer, describe_kind, describe_request, error_type
+from frontend.spans import TraceLevel
 from frontend.sse import EventStream
 
 logger = logging.getLogger(__name__)
@@ -40,12 +43,17 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def _serve(request: web.Request, kind: type[CompletionRequest] | type[ChatRequest]) -> web.StreamResponse:
     server = request.app[SERVER]
     arrived_s = time.monotonic()
+    trace = request.get(TRACE)
+    if trace is not None:
+        describe_kind(trace, kind, server.model_name)
     asked = await _decoded(server, request, kind)
+    if trace is not None:
+        describe_request(trace, asked)
     if not asked.stream:
         end_at_half_close(request)
     async with (
-        _admitted(server, asked) as job,
-        Generation(server.engine, server.text.tokenizer, job, server.metrics, arrived_s) as generation,
+        _admitted(server, asked, trace) as job,
+        Generation(server.engine, server.text.tokenizer, job, server.metrics, arrived_s, trace=trace) as generation,
     ):
         answer = _answer(server, request, asked, generation)
         try:
@@ -54,6 +62,9 @@ async def _serve(request: web.Request, kind: type[CompletionRequest] | type[Chat
             return await _whole(answer)
         except EngineLost as lost:
             raise overloaded(f"the engine was lost: {lost.reason}") from None
+        finally:
+            if trace is not None:
+                describe_answer(trace, answer)
 
 
 async def _decoded(
@@ -70,14 +81,15 @@ async def _decoded(
 
 
 @asynccontextmanager
-async def _admitted(server: Server, asked: GenerationRequest) -> AsyncIterator[Job]:
+async def _admitted(server: Server, asked: GenerationRequest, trace: RequestTrace | None) -> AsyncIterator[Job]:
     """The job of a request that this server can take now; its share of the limits is held until the block ends."""
     hello = server.hello()
     draft = draft_of(asked, server.config.max_prompts)
     max_model_len = hello.capacity.max_model_len
     with server.admission.reserve(draft.num_sequences, hello.capacity) as reservation:
         reservation.reserve_tokens(fewest_tokens(draft, server.text, max_model_len, server.config.max_prompt_chars))
-        with _abandoned_at(server, "tokenize"):
+        stage = nullcontext() if trace is None else trace.stage("tokenize", TraceLevel.STAGES)
+        with _abandoned_at(server, "tokenize"), stage:
             job = await off_loop(draft.num_chars, job_of, draft, server.text, hello)
         reservation.reserve_tokens(job.num_prompt_tokens)
         try:
@@ -134,6 +146,7 @@ async def _stream(server: Server, request: web.Request, answer: Answer) -> web.S
             if not events.has_started:
                 raise failure from None
             answer.generation.end("error")
+            _fail_trace(request, error_type(failure))
             await events.fail(failure)
         except (asyncio.CancelledError, ConnectionError):
             raise
@@ -143,8 +156,17 @@ async def _stream(server: Server, request: web.Request, answer: Answer) -> web.S
                 raise
             logger.exception("stream_failed")
             answer.generation.end("error")
+            _fail_trace(request, "server_error")
             await events.fail(ApiError(500, "the server failed while streaming this answer"))
         return await events.finish()
+
+
+def _fail_trace(request: web.Request, reason: str) -> None:
+    """The 200 is out: only the trace can still say that the request failed."""
+    trace = request.get(TRACE)
+    if trace is not None:
+        trace.set("error.type", reason)
+        trace.fail(reason)
 
 
 async def _send_pieces(answer: Answer, events: EventStream) -> None:

@@ -22,6 +22,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from frontend.attachment import Attachment, Expectation, Lost, Observe
+from frontend.request_trace import RequestTrace
 from frontend.streams import ALL_CHILDREN, EngineLost, Stream
 from protocol.codec import MAX_MESSAGE_BYTES, MalformedMessage, decode_from_engine, encode
 from protocol.endpoints import ENGINE_SILENT_S, FENCE_TIMEOUT_S, PING_INTERVAL_S, SEND_HIGH_WATER_MARK, check_address
@@ -128,9 +129,11 @@ class EngineClient:
         sim: SimScript | None = None,
         remaining_ns: int | None = None,
         priority: int = 0,
+        trace: RequestTrace | None = None,
     ) -> Stream:
         """Send one request. Raises `EngineLost` when no engine is attached or its socket takes no more."""
         connection = self._attached()
+        traced = None if trace is None else connection.attachment.trace_of(trace)
         request = Submit(
             request_id=next(self._request_ids),
             prompt_token_ids=tuple(prompt_token_ids),
@@ -138,11 +141,13 @@ class EngineClient:
             n=n,
             remaining_ns=remaining_ns,
             priority=priority,
-            trace_level=0,
+            trace_level=0 if traced is None else int(traced.level),
             awaits_close=awaits_close,
             sim=sim,
         )
-        stream = Stream(request.request_id, n, awaits_close=awaits_close, send_close=connection.send_close)
+        stream = Stream(
+            request.request_id, n, awaits_close=awaits_close, send_close=connection.send_close, trace=traced
+        )
         if not connection.send(request):
             raise EngineLost("the engine takes no more messages")
         connection.attachment.streams[request.request_id] = stream

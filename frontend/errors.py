@@ -39,10 +39,14 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
 
+    @property
+    def kind(self) -> str:
+        """`error.type` of the answer."""
+        return _TYPES.get(self.status, HTTPStatus(self.status).phrase.lower().replace(" ", "_"))
+
     def body(self) -> bytes:
         """Strict JSON: `{"error": {"message", "type", "param", "code"}}`."""
-        kind = _TYPES.get(self.status, HTTPStatus(self.status).phrase.lower().replace(" ", "_"))
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
 

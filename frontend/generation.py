@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -15,6 +16,8 @@ from typing import Protocol
 from frontend.choices import Choice, TextSettings
 from frontend.errors import ApiError, overloaded
 from frontend.metrics import FinishedChoice, FrontendMetrics
+from frontend.request_trace import RequestTrace
+from frontend.spans import TraceLevel
 from frontend.tokenizer import Tokenizer
 from protocol.messages import Finish, PromptReport, SequenceOutput, SimScript
 from protocol.reasons import CloseReason, FinishReason, RejectReason
@@ -56,6 +59,7 @@ class Submitter(Protocol):
         sim: SimScript | None,
         remaining_ns: int | None,
         priority: int,
+        trace: RequestTrace | None,
     ) -> OutputStream: ...
 
 
@@ -118,6 +122,7 @@ class Generation:
     metrics: FrontendMetrics
     arrived_s: float
     clock: Callable[[], float] = time.monotonic
+    trace: RequestTrace | None = None
     choices: list[Choice] = field(default_factory=list)
     _running: list[_Running] = field(default_factory=list)
     _recorded: set[int] = field(default_factory=set)
@@ -130,8 +135,9 @@ class Generation:
         job = self.job
         self._submitted_s = self.clock()
         try:
-            for prompt in job.prompts:
-                self._submit(prompt)
+            with nullcontext() if self.trace is None else self.trace.stage("api_server_dispatch", TraceLevel.ROUNDS):
+                for prompt in job.prompts:
+                    self._submit(prompt)
         except BaseException:
             for running in self._running:  # all or nothing: a list of prompts is never half run
                 running.stream.abandon()
@@ -167,6 +173,7 @@ class Generation:
             sim=job.sim,
             remaining_ns=None,
             priority=job.priority,
+            trace=self.trace,
         )
         first = len(self.choices)
         choices = [Choice(first + child, self.tokenizer, job.settings) for child in range(job.n)]
@@ -180,6 +187,13 @@ class Generation:
     @property
     def cached_tokens(self) -> int:
         return sum(running.report.num_cached_tokens for running in self._running if running.report is not None)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the request's arrival to its first token; None when it has none."""
+        times = [times.first_token_s for running in self._running for times in running.times]
+        reached = [first_s for first_s in times if first_s is not None]
+        return min(reached) - self.arrived_s if reached else None
 
     def prompt_of(self, choice: Choice) -> tuple[Prompt, PromptReport | None]:
         running = self._running[choice.index // self.job.n]

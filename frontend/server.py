@@ -19,7 +19,9 @@ from frontend.engine_families import EngineView
 from frontend.errors import ApiError, clipped, invalid, overloaded
 from frontend.generation import Submitter
 from frontend.metrics import FrontendMetrics
+from frontend.request_trace import RequestTrace
 from frontend.text import Text
+from frontend.tracer import Tracer
 from protocol.messages import Hello
 
 EMBEDDED = "embedded"
@@ -47,6 +49,14 @@ class Engine(Submitter, Protocol):
     async def fence(self) -> Fenced: ...
 
 
+class AdminGate(Protocol):
+    """Who may use what is not for every client (`frontend.admin.AdminKeys`)."""
+
+    def allows(self, authorization: str | None) -> bool:
+        """Whether an Authorization header carries an admin key."""
+        ...
+
+
 @dataclass(slots=True)
 class Server:
     """`view` gives the newest snapshot of the engine, None before its first Hello."""
@@ -59,6 +69,8 @@ class Server:
     view: Callable[[], EngineView | None]
     model_name: str
     started_s: int  # unix time: `created` of the model
+    tracer: Tracer | None = None  # None while tracing is off
+    admin: AdminGate | None = None  # None: nobody is an admin
 
     def hello(self) -> Hello:
         """The attached engine's description. Raises ApiError(503)."""
@@ -81,6 +93,7 @@ class Server:
 
 SERVER = web.AppKey("server", Server)
 REQUEST_ID = web.RequestKey("request_id", str)
+TRACE = web.RequestKey("trace", RequestTrace)  # of traced requests only
 
 
 async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -8,6 +8,7 @@ most its own request's outputs.
 import asyncio
 from collections.abc import Callable
 
+from frontend.request_trace import StreamTrace
 from protocol.messages import SequenceOutput
 from protocol.reasons import CloseReason, FinishReason
 
@@ -32,9 +33,12 @@ class Stream:
     that ended by STOP or LENGTH, the answer to its `close`.
     """
 
-    def __init__(self, request_id: int, n: int, *, awaits_close: bool, send_close: SendClose) -> None:
+    def __init__(
+        self, request_id: int, n: int, *, awaits_close: bool, send_close: SendClose, trace: StreamTrace | None = None
+    ) -> None:
         self.request_id = request_id
         self.n = n
+        self.trace = trace  # None for an untraced request
         self._awaits_close = awaits_close
         self._send_close = send_close
         self._next_index = [0] * n
@@ -66,6 +70,8 @@ class Stream:
         if index not in self._open or self._failure is not None:
             return
         self._closing.add(index)
+        if self.trace is not None:
+            self.trace.closing(index, kept)
         self._send_close(self.request_id, index, reason, kept)
 
     def abandon(self) -> None:
@@ -107,6 +113,8 @@ class Stream:
         if self._failure is None and self._open:
             self._failure = EngineLost(reason)
             self._arrived.set()
+            if self.trace is not None:
+                self.trace.lost(reason)
 
     def _is_last(self, output: SequenceOutput) -> bool:
         """Whether nothing follows this finish. With `awaits_close` a natural end is followed by the answer to Close.

@@ -61,6 +61,7 @@ class EventKind(IntEnum):
     SCHEDULED = 1
     RETRACTED = 2  # preempted; will be recomputed
     CHUNK = 3  # one chunk of the prompt was computed
+    RECEIVED = 4  # the Submit reached the engine; QUEUED follows when the step thread takes it
 
 
 class Event(_Wire, frozen=True):
@@ -133,6 +134,7 @@ class Load(_Wire, frozen=True):
     frontends: int
     paused: int  # rows held back because their frontend is behind
     draining: bool
+    reporter: str = ""  # frontend_id of the longest attached frontend: the one that exports the engine's totals by OTLP
 
 
 class Capacity(_Wire, frozen=True):
@@ -166,6 +168,7 @@ class Submit(_Wire, frozen=True, tag=2):
     trace_level: int  # 0: untraced
     awaits_close: bool  # the frontend looks for stop strings: children stay open until it closes them
     sim: SimScript | None
+    received_ns: int = 0  # set by the engine's wire, for traced requests: its own monotonic clock
 
 
 class Close(_Wire, frozen=True, tag=3):

@@ -101,6 +101,7 @@ FRONTEND_LAYERS = {
     "frontend.logprobs": 3.6,
     "frontend.answers": 3.7,
     "frontend.prompts": 3.7,
+    "frontend.tracer": 3.75,
     "frontend.server": 3.8,
     "frontend.span_attributes": 3.9,
     "frontend.completions": 4,

@@ -15,6 +15,7 @@ from frontend.config import FrontendConfig
 from frontend.engine_client import EngineLost
 from frontend.engine_families import EngineView
 from frontend.metrics import FrontendMetrics
+from frontend.request_trace import RequestTrace
 from frontend.server import Server
 from frontend.streams import ALL_CHILDREN, Stream
 from frontend.text import Text, load_text
@@ -158,11 +159,14 @@ class FakeEngineClient:
         sim: SimScript | None = None,
         remaining_ns: int | None = None,
         priority: int = 0,
+        trace: RequestTrace | None = None,
     ) -> Stream:
         if self.hello is None:
             raise EngineLost(self.down_reason or "down")
         number = len(self.submitted) + 1
         stream = Stream(number, n, awaits_close=awaits_close, send_close=self._on_close)
+        if trace is not None:
+            raise NotImplementedError("this engine has no clock: traces are tested with the real attachment")
         given = Submitted(tuple(prompt_token_ids), sampling, n, awaits_close, sim, priority, stream)
         self.submitted.append(given)
         if self.reject is not None:
