@@ -51,7 +51,7 @@ class Publisher(Protocol):
     """Where every step goes. Called by the step thread only; never blocks."""
 
     def frontends(self) -> list[str]:
-        """The attached frontends. One that attaches between steps was told everything by its Hello."""
+        """The attached frontends, longest attached first. One that attaches between steps was told all by its Hello."""
 
     def send(self, outputs: dict[str, StepOutput], snapshot: StepOutput) -> None:
         """Publish one step: one StepOutput per frontend that `frontends` named, sent even when it carries no output.
@@ -174,7 +174,7 @@ class EngineCore:
         end = StepEnd(
             started_ns=started_ns,
             executed_ns=executed_ns,
-            load=self.scheduler.load(len(frontends)),
+            load=self.scheduler.load(len(frontends), next(iter(frontends), "")),
             frontends=frontends,
             refused_messages=self.publisher.refused_messages,
             frontends_cut_off=self.publisher.frontends_cut_off,

@@ -15,7 +15,7 @@ import zmq
 
 from engine.peers import SILENT_NS, Peer
 from engine.sequence import Gone
-from engine.wire import Wire, WireFailure
+from engine.wire import ANCHOR_NS, HEARTBEAT_NS, Wire, WireFailure
 from protocol.codec import MAX_MESSAGE_BYTES, decode_from_engine, encode
 from protocol.endpoints import MAX_FRONTENDS, MAX_UNACKNOWLEDGED_STEPS
 from protocol.messages import (
@@ -303,6 +303,48 @@ class Clock:
 
     def __call__(self) -> int:
         return time.monotonic_ns() + self.offset_ns
+
+
+def test_frontends_hear_the_engines_clocks_every_ten_seconds_of_constant_load(address: str):
+    now_ns = [0]
+    wire = Wire(address, hello(), lambda: now_ns[0])
+    wire.start()
+    try:
+        with dealers(address, "a") as [one]:
+            one.attach()
+            engine = HandEngine(wire, hello().epoch)
+            while now_ns[0] + HEARTBEAT_NS < ANCHOR_NS:
+                now_ns[0] += HEARTBEAT_NS - 1  # never silent for long enough
+                engine.publish()
+                one.send(Ping(engine.step_id - 1))
+                one.send(Fence(engine.step_id))  # its answer shows that the Ping was heard
+                assert {type(one.receive()), type(one.receive())} == {StepOutput, FenceReply}, "no heartbeat yet"
+            now_ns[0] = ANCHOR_NS
+            engine.publish()
+            beat = one.receive()
+            if isinstance(beat, StepOutput):
+                beat = one.receive()
+            assert isinstance(beat, Heartbeat)
+            assert beat.monotonic_ns == now_ns[0] and abs(time.time_ns() - beat.wall_ns) < 10**10
+    finally:
+        wire.close()
+
+
+def test_the_reporter_is_the_longest_attached_frontend(address: str):
+    with hand_engine(address) as engine, dealers(address, "b", "a", "c") as [one, two, three]:
+        assert one.attach().load.reporter == "b"
+        assert two.attach().load.reporter == "b"
+        one.send(Detach())
+        soon(lambda: engine.wire.frontends() == ["a"])
+        assert three.attach().load.reporter == "a"
+        three.send(Fence(1))
+        reply, beat = three.expect(FenceReply), three.expect(Heartbeat)
+        assert isinstance(reply, FenceReply) and reply.load.reporter == "a"
+        assert isinstance(beat, Heartbeat) and beat.load.reporter == "a"
+        two.send(Detach())
+        one.send(Attach("b", SCHEMA_VERSION))
+        again = one.expect(Hello)
+        assert isinstance(again, Hello) and again.load.reporter == "c", "who comes back is the newest"
 
 
 @pytest.mark.parametrize("has_unacknowledged", [False, True], ids=["silent", "behind"])
