@@ -2,13 +2,14 @@
 
 Owns the rule that missing, repeated and reordered messages change no total, and that totals never fall within an epoch.
 Decodes counters only when somebody looks (16-30 us), never per step. Never adds up engines. `LatestSnapshot.observe` is
-the engine client's observer; metrics, interval logs and exports read.
+the engine client's observer; metrics, interval logs and exports (`frontend.engine_sums`) read.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,62 +22,86 @@ logger = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0
 
 
+class EndedEpoch(NamedTuple):
+    """The last that was heard of an engine's life that is over."""
+
+    hello: Hello
+    counters: msgspec.Raw
+
+
+class Heard(NamedTuple):
+    """What is known of one engine, all of one moment. `hello` is the first of its epoch."""
+
+    hello: Hello
+    step_id: int
+    counters: msgspec.Raw
+    load: Load
+    ended: EndedEpoch | None  # the epoch before this one
+
+
 class LatestSnapshot:
     """The newest that was heard of one engine. It outlives the engine: totals stay at their last value until a new epoch.
 
     Only a Hello begins an epoch; messages of an epoch that was replaced, and of steps older than the newest, say nothing.
+    `observe` belongs to the event loop's thread; everything else may be read from any thread, because what was heard is
+    replaced as one object.
     """
 
     def __init__(self) -> None:
-        self.hello: Hello | None = None
-        self.step_id = 0
-        self._load: Load | None = None
-        self._encoded: msgspec.Raw | None = None
-        self._decoded: Counters | None = None
+        self.heard: Heard | None = None
+        self._decoded: tuple[msgspec.Raw, Counters] | None = None
         self._past_epochs: set[int] = set()
 
     def observe(self, message: FromEngine) -> None:
         """Take in one message; cheap, because it decodes nothing."""
         if isinstance(message, Detached):
             return
-        if isinstance(message, Hello) and not self._begin(message):
-            return
-        if self.hello is None or message.epoch != self.hello.epoch or message.step_id < self.step_id:
-            return
-        if message.step_id > self.step_id or self._encoded is None:
-            self.step_id, self._encoded, self._decoded = message.step_id, message.counters, None
-        self._load = message.load
+        heard = self.heard
+        if heard is None or message.epoch != heard.hello.epoch:
+            if isinstance(message, Hello) and message.epoch not in self._past_epochs:
+                self._begin(message)
+        elif message.step_id > heard.step_id:
+            self.heard = Heard(heard.hello, message.step_id, message.counters, message.load, heard.ended)
+        elif message.step_id == heard.step_id:
+            self.heard = Heard(heard.hello, heard.step_id, heard.counters, message.load, heard.ended)
+
+    @property
+    def hello(self) -> Hello | None:
+        return self.heard.hello if self.heard is not None else None
+
+    @property
+    def step_id(self) -> int:
+        return self.heard.step_id if self.heard is not None else 0
 
     @property
     def epoch(self) -> int | None:
-        return self.hello.epoch if self.hello is not None else None
+        return self.heard.hello.epoch if self.heard is not None else None
 
     @property
     def counters(self) -> Counters:
         """Totals of the current epoch. Read-only. Raises LookupError before the first Hello."""
-        if self._decoded is None:
-            if self._encoded is None:
-                raise LookupError("no engine has said Hello yet")
-            self._decoded = decode_counters(self._encoded)
-        return self._decoded
+        encoded, decoded = self._known().counters, self._decoded
+        if decoded is None or decoded[0] is not encoded:
+            decoded = self._decoded = (encoded, decode_counters(encoded))
+        return decoded[1]
 
     @property
     def load(self) -> Load:
         """Raises LookupError before the first Hello. Stale once the engine is lost."""
-        if self._load is None:
-            raise LookupError("no engine has said Hello yet")
-        return self._load
+        return self._known().load
 
-    def _begin(self, hello: Hello) -> bool:
-        """Whether this Hello may be used: of the current epoch, or of one never seen."""
-        if self.hello is not None and hello.epoch == self.hello.epoch:
-            return True
-        if hello.epoch in self._past_epochs:
-            return False
-        if self.hello is not None:
-            self._past_epochs.add(self.hello.epoch)
-        self.hello, self.step_id, self._encoded, self._decoded = hello, 0, None, None
-        return True
+    def _known(self) -> Heard:
+        if self.heard is None:
+            raise LookupError("no engine has said Hello yet")
+        return self.heard
+
+    def _begin(self, hello: Hello) -> None:
+        """A new epoch: what came before is over, and stragglers of it are known by its number."""
+        ended = None
+        if self.heard is not None:
+            self._past_epochs.add(self.heard.hello.epoch)
+            ended = EndedEpoch(self.heard.hello, self.heard.counters)
+        self.heard = Heard(hello, hello.step_id, hello.counters, hello.load, ended)
 
 
 class SnapshotDelta:

@@ -7,6 +7,7 @@ full, no time stamps, no `_created`. Never decides what is exported. Called by `
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 CLASSIC_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -14,11 +15,20 @@ _LABEL_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
 
 
+class Exemplar(NamedTuple):
+    """One observation behind a sample. Only OpenMetrics can show it; the classic format has no place for it."""
+
+    labels: Mapping[str, str]
+    value: float
+    timestamp_s: float | None  # unix time
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     name: str  # as exposed, with _total, _bucket, _sum or _count
     labels: Mapping[str, str]
     value: float
+    exemplar: Exemplar | None = None
 
 
 @dataclass(frozen=True, slots=True)

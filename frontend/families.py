@@ -132,6 +132,10 @@ LOAD_SERIES: dict[str, tuple[Series, ...]] = {
     "draining": (Series("drafthouse:engine_draining"),),
 }
 
+LOAD_NOT_EXPORTED: dict[str, str] = {
+    "reporter": "the id of a connection, new with each: which frontend exports the engine by OTLP",
+}
+
 # Labels of the info families, by field.
 ENGINE_INFO_LABELS = ("speculator", "max_draft_len", "executor", "dtype", "device")
 CACHE_INFO_LABELS: dict[str, str] = {  # field of Capacity -> vLLM's label

@@ -5,20 +5,27 @@ The only user of prometheus_client: one registry of its own, nothing global. Fam
 `frontend.admission`, `frontend.app` and `frontend.health`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.metrics_core import Metric
+from prometheus_client import samples as client_samples
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.openmetrics.exposition import ALLOWUTF8, CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 from frontend.engine_families import EngineView, engine_families
-from frontend.exposition import CLASSIC_CONTENT_TYPE, MetricFamily, Sample, classic_text
+from frontend.exposition import CLASSIC_CONTENT_TYPE, Exemplar, MetricFamily, Sample, classic_text
+from frontend.spans import DropReason
 
 FINISHED_REASONS: Final = ("stop", "length", "abort", "error")
 REJECTION_REASONS: Final = ("max_num_queued_reqs", "max_num_queued_tokens", "expired", "draining", "engine_down")
 ABANDONED_STAGES: Final = ("body", "tokenize")
+TRACE_DECISIONS: Final = ("sampled", "unsampled", "limited")
+SPAN_DROP_REASONS: Final = tuple(reason.name.lower() for reason in DropReason)
+
+TraceIds = tuple[str, str]  # (trace id, span id) in hex, of the request an observation belongs to
 
 _LATENCY: Final = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
@@ -50,6 +57,48 @@ class FinishedChoice:
     queue_s: float
     prefill_s: float | None
     decode_s: float | None
+    operation: str = "chat"  # gen_ai.operation.name: chat or text_completion
+
+    @property
+    def time_per_token_s(self) -> float | None:
+        """Mean time per token after the first; None where there was no second token."""
+        if self.decode_s is None or self.generation_tokens < 2:
+            return None
+        return self.decode_s / (self.generation_tokens - 1)
+
+
+class SpanStats(Protocol):
+    """What the span export counts; read whenever somebody scrapes. Counts only rise."""
+
+    @property
+    def exported(self) -> int: ...
+
+    @property
+    def dropped(self) -> Mapping[str, int]: ...  # by label value of `reason`
+
+    @property
+    def failures(self) -> Mapping[str, int]: ...
+
+    @property
+    def size(self) -> int: ...  # spans waiting
+
+    @property
+    def capacity(self) -> int: ...
+
+
+class OtlpObserver(Protocol):
+    """The same observations as OTLP metrics (`frontend.otlp_metrics`). Never blocks, never raises."""
+
+    @property
+    def failures(self) -> int: ...  # exports that did not get through
+
+    def request_finished(
+        self, operation: str, seconds: float, error_type: str | None, trace: TraceIds | None
+    ) -> None: ...
+
+    def first_token(self, operation: str, seconds: float, trace: TraceIds | None) -> None: ...
+
+    def time_per_output_token(self, operation: str, seconds: float, trace: TraceIds | None) -> None: ...
 
 
 class FrontendMetrics:
@@ -58,6 +107,7 @@ class FrontendMetrics:
     def __init__(self, max_model_len: int) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._engine = self._model = ""
+        self.otlp: OtlpObserver | None = None
         tokens = _one_two_five(max_model_len)
         histogram = self._histogram
         self._success = self._counter(
@@ -114,6 +164,25 @@ class FrontendMetrics:
         for stage in ABANDONED_STAGES:
             self._abandoned.labels(stage)
 
+    def trace_on(self) -> None:
+        """Tracing is on: its families exist, at 0, from here."""
+        self._traced = self._counter("drafthouse:requests_traced", "Requests by sampling decision.", ("decision",))
+        self._malformed = self._counter(
+            "drafthouse:traceparent_malformed", "Requests whose traceparent was ignored because it is malformed.", ()
+        )
+        for decision in TRACE_DECISIONS:
+            self._traced.labels(decision)
+
+    def watch_spans(self, read: Callable[[], SpanStats]) -> None:
+        """Serve the span export's own counts, read at each scrape."""
+        self._registry.register(_Watched(lambda: _span_families(read())))
+
+    def watch_otlp(self, observer: OtlpObserver) -> None:
+        """From now on `observer` sees what OTLP metrics are made of, and its failures are served."""
+        self.otlp = observer
+        name, text = "drafthouse:otlp_metrics_failures", "Exports of OTLP metrics that did not get through."
+        self._registry.register(_Watched(lambda: [CounterMetricFamily(name, text, observer.failures)]))
+
     def attach(self, engine: str, model: str) -> None:
         """From now on requests run on `engine` under the served name `model`; their series exist at 0 from here."""
         if (engine, model) == (self._engine, self._model):
@@ -132,33 +201,58 @@ class FrontendMetrics:
         if max_tokens is not None:
             self._params_max_tokens.labels(self._engine, self._model).observe(max_tokens)
 
-    def first_token(self, seconds: float) -> None:
-        self._first_token.labels(self._engine, self._model).observe(seconds)
+    def first_token(self, seconds: float, trace: TraceIds | None = None, operation: str = "chat") -> None:
+        self._first_token.labels(self._engine, self._model).observe(seconds, _exemplar_labels(trace))
+        if self.otlp is not None:
+            self.otlp.first_token(operation, seconds, trace)
 
-    def step_gap(self, seconds: float, num_tokens: int) -> None:
+    def step_gap(self, seconds: float, num_tokens: int, trace: TraceIds | None = None) -> None:
         """One step gave a running request `num_tokens`, `seconds` after its step before."""
-        self._inter_token.labels(self._engine, self._model).observe(seconds)
+        exemplar = _exemplar_labels(trace)
+        self._inter_token.labels(self._engine, self._model).observe(seconds, exemplar)
         per_token = self._per_token.labels(self._engine, self._model)
         for _ in range(num_tokens):
-            per_token.observe(seconds / num_tokens)
+            per_token.observe(seconds / num_tokens, exemplar)
 
-    def finished(self, choice: FinishedChoice) -> None:
+    def finished(self, choice: FinishedChoice, trace: TraceIds | None = None) -> None:
         """Count one child exactly once, at its end."""
-        labels = (self._engine, self._model)
+        labels, exemplar = (self._engine, self._model), _exemplar_labels(trace)
+        prefill_s, decode_s = choice.prefill_s or 0.0, choice.decode_s or 0.0
         self._success.labels(*labels, choice.reason).inc()
-        self._e2e.labels(*labels).observe(choice.e2e_s)
-        self._queue.labels(*labels).observe(choice.queue_s)
-        self._prefill.labels(*labels).observe(choice.prefill_s or 0.0)
-        self._decode.labels(*labels).observe(choice.decode_s or 0.0)
-        self._inference.labels(*labels).observe((choice.prefill_s or 0.0) + (choice.decode_s or 0.0))
+        self._e2e.labels(*labels).observe(choice.e2e_s, exemplar)
+        self._queue.labels(*labels).observe(choice.queue_s, exemplar)
+        self._prefill.labels(*labels).observe(prefill_s, exemplar)
+        self._decode.labels(*labels).observe(decode_s, exemplar)
+        self._inference.labels(*labels).observe(prefill_s + decode_s, exemplar)
         self._prompt.labels(*labels).observe(choice.prompt_tokens)
         self._computed.labels(*labels).observe(choice.prompt_tokens - choice.cached_tokens)
         self._generation.labels(*labels).observe(choice.generation_tokens)
-        if choice.decode_s is not None and choice.generation_tokens > 1:
-            self._time_per_token.labels(*labels).observe(choice.decode_s / (choice.generation_tokens - 1))
+        if choice.time_per_token_s is not None:
+            self._time_per_token.labels(*labels).observe(choice.time_per_token_s, exemplar)
+            # The conventions measure successful answers only; vLLM's histogram has every end.
+            if self.otlp is not None and choice.reason in ("stop", "length"):
+                self.otlp.time_per_output_token(choice.operation, choice.time_per_token_s, trace)
 
-    def request_ended(self, most_generation_tokens: int) -> None:
+    def request_ended(
+        self,
+        most_generation_tokens: int,
+        seconds: float | None = None,
+        operation: str = "chat",
+        error_type: str | None = None,
+        trace: TraceIds | None = None,
+    ) -> None:
+        """One HTTP request is over, `seconds` after it came. `error_type` (a bounded set) when it did not succeed."""
         self._max_generation.labels(self._engine, self._model).observe(most_generation_tokens)
+        if self.otlp is not None and seconds is not None:
+            self.otlp.request_finished(operation, seconds, error_type, trace)
+
+    def trace_decided(self, decision: str) -> None:
+        """Count one request by what was decided (`TRACE_DECISIONS`). Only after `trace_on`."""
+        self._traced.labels(decision).inc()
+
+    def malformed_traceparent(self) -> None:
+        """Only after `trace_on`."""
+        self._malformed.inc()
 
     def rejected(self, reason: str) -> None:
         self._rejections.labels(self._model, reason).inc()
@@ -217,18 +311,56 @@ class _Collected:
         for family in self._families:
             metric = Metric(family.name, family.help, family.kind)
             for sample in family.samples:
-                metric.add_sample(sample.name, dict(sample.labels), sample.value)
+                exemplar = None
+                if sample.exemplar is not None:
+                    labels, value, timestamp_s = sample.exemplar
+                    exemplar = client_samples.Exemplar(dict(labels), value, timestamp_s)
+                metric.add_sample(sample.name, dict(sample.labels), sample.value, exemplar=exemplar)
             yield metric
+
+
+class _Watched(Collector):
+    """Families that somebody else counts, read when the page is made."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()
+
+
+def _span_families(stats: SpanStats) -> Iterable[Metric]:
+    yield CounterMetricFamily("drafthouse:spans_exported", "Spans the collector took.", stats.exported)
+    dropped = CounterMetricFamily("drafthouse:spans_dropped", "Spans lost, by reason.", labels=["reason"])
+    for reason, count in (dict.fromkeys(SPAN_DROP_REASONS, 0) | dict(stats.dropped)).items():
+        dropped.add_metric([reason], count)
+    yield dropped
+    failures = CounterMetricFamily("drafthouse:span_export_failures", "Failed exports of spans.", labels=["reason"])
+    for reason, count in sorted(stats.failures.items()):
+        failures.add_metric([reason], count)
+    yield failures
+    yield GaugeMetricFamily("drafthouse:span_queue_size", "Spans waiting to be exported.", stats.size)
+    yield GaugeMetricFamily("drafthouse:span_queue_capacity", "Most spans that may wait.", stats.capacity)
+
+
+def _exemplar_labels(trace: TraceIds | None) -> dict[str, str] | None:
+    return None if trace is None else {"trace_id": trace[0], "span_id": trace[1]}
 
 
 def _family(metric: Metric) -> MetricFamily:
     # `_created` is left out: frontends started at different times would look like changes to bench clients.
     samples = [
-        Sample(sample.name, sample.labels, sample.value)
+        Sample(sample.name, sample.labels, sample.value, _exemplar(sample.exemplar))
         for sample in metric.samples
         if not sample.name.endswith("_created")
     ]
     return MetricFamily(metric.name, metric.type, metric.documentation, samples)
+
+
+def _exemplar(exemplar: client_samples.Exemplar | None) -> Exemplar | None:
+    if exemplar is None:
+        return None
+    return Exemplar(exemplar.labels, exemplar.value, None if exemplar.timestamp is None else float(exemplar.timestamp))
 
 
 def _one_two_five(largest: int) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontend.deltas import IntervalLog, LatestSnapshot, SnapshotDelta
-from protocol.codec import encode_counters
+from protocol.codec import decode_counters, encode_counters
 from protocol.counters import Counters
 from protocol.messages import Detached, FenceReply, FromEngine, Heartbeat
 from protocol.reasons import DetachReason
@@ -82,6 +82,37 @@ def test_a_new_epoch_restarts_and_stragglers_of_the_old_one_say_nothing(old, new
     newest = max((step_id for step_id, _, _ in new), default=0)
     assert latest.epoch == EPOCH - 5 and latest.step_id == newest
     assert delta.advance() == latest.counters
+
+
+def test_what_an_ended_epoch_came_to_is_kept_until_the_next_one_ends():
+    latest = LatestSnapshot()
+    latest.observe(hello())
+    assert latest.heard is not None and latest.heard.ended is None
+    latest.observe(published(7, 0))
+    latest.observe(hello(epoch=EPOCH + 1))
+    latest.observe(published(9, 0))  # a straggler
+    latest.observe(published(2, 1, epoch=EPOCH + 1))
+    ended = latest.heard.ended
+    assert ended is not None and ended.hello.epoch == EPOCH
+    assert ended.counters == encode_counters(at(7)) and latest.counters == at(2)
+    latest.observe(hello(epoch=EPOCH + 2))
+    ended = latest.heard.ended
+    assert ended is not None and (ended.hello.epoch, ended.counters) == (EPOCH + 1, encode_counters(at(2)))
+
+
+def test_a_reader_of_another_thread_never_leaves_old_totals_behind(monkeypatch: pytest.MonkeyPatch):
+    latest = LatestSnapshot()
+    latest.observe(hello())
+    latest.observe(published(1, 0))
+
+    def decode_while_a_step_arrives(raw: msgspec.Raw) -> Counters:
+        monkeypatch.undo()
+        latest.observe(published(2, 0))
+        return decode_counters(raw)
+
+    monkeypatch.setattr("frontend.deltas.decode_counters", decode_while_a_step_arrives)
+    assert latest.counters == at(1), "what it began to read"
+    assert latest.counters == at(2)
 
 
 def test_the_first_snapshot_counts_from_zero():

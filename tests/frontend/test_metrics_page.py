@@ -1,10 +1,12 @@
 """/metrics: every field is exported or excused, and the text is what bench clients can read."""
 
 import re
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from frontend.app import build_app
 from frontend.engine_families import EngineView
@@ -16,9 +18,10 @@ from frontend.families import (
     FAMILIES,
     HELLO_EXPORTED,
     HELLO_NOT_EXPORTED,
+    LOAD_NOT_EXPORTED,
     LOAD_SERIES,
 )
-from frontend.metrics import FINISHED_REASONS, FinishedChoice, FrontendMetrics
+from frontend.metrics import FINISHED_REASONS, SPAN_DROP_REASONS, TRACE_DECISIONS, FinishedChoice, FrontendMetrics
 from protocol.counters import Counters, bounds_of
 from protocol.messages import Capacity, Hello, Load
 from tests.frontend.fakes_client import MODEL, FakeEngineClient, hello, load, server_over
@@ -43,7 +46,8 @@ def value(text, series):
 
 def test_every_field_of_the_engine_is_exported_or_excused():
     assert set(COUNTER_SERIES) == set(Counters.__struct_fields__)
-    assert set(LOAD_SERIES) == set(Load.__struct_fields__)
+    assert set(LOAD_SERIES) | set(LOAD_NOT_EXPORTED) == set(Load.__struct_fields__)
+    assert not set(LOAD_SERIES) & set(LOAD_NOT_EXPORTED)
     assert set(HELLO_EXPORTED) | set(HELLO_NOT_EXPORTED) == set(Hello.__struct_fields__)
     assert not set(HELLO_EXPORTED) & set(HELLO_NOT_EXPORTED)
     assert set(CACHE_INFO_LABELS) == set(Capacity.__struct_fields__)
@@ -188,6 +192,104 @@ def test_finished_choices_are_counted_with_their_times():
     assert value(text, f"vllm:request_time_per_output_token_seconds_sum{LABELS}}}") == 0.25
     assert value(text, f"vllm:request_inference_time_seconds_sum{LABELS}}}") == 1.5
     assert value(text, f"vllm:request_prefill_kv_computed_tokens_sum{LABELS}}}") == 16
+
+
+@dataclass
+class Spans:
+    """Counts of a span export."""
+
+    exported: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+    size: int = 0
+    capacity: int = 65536
+
+
+def test_tracing_families_exist_only_while_tracing_is_on():
+    metrics = FrontendMetrics(1000)
+    text = metrics.render(None, "", "frontend")[0].decode()
+    assert "traced" not in text and "traceparent" not in text and "span" not in text and "otlp" not in text
+    metrics.trace_on()
+    metrics.watch_spans(Spans)
+    text = metrics.render(None, "", "frontend")[0].decode()
+    assert {line for line in text.splitlines() if "trac" in line or "span" in line if line[0] != "#"} == {
+        *(f'drafthouse:requests_traced_total{{decision="{decision}"}} 0' for decision in TRACE_DECISIONS),
+        "drafthouse:traceparent_malformed_total 0",
+        "drafthouse:spans_exported_total 0",
+        *(f'drafthouse:spans_dropped_total{{reason="{reason}"}} 0' for reason in SPAN_DROP_REASONS),
+        "drafthouse:span_queue_size 0",
+        "drafthouse:span_queue_capacity 65536",
+    }
+
+
+def test_decisions_and_span_counts_are_served_as_they_are_at_the_scrape():
+    metrics = FrontendMetrics(1000)
+    metrics.trace_on()
+    spans = Spans()
+    metrics.watch_spans(lambda: spans)
+    metrics.trace_decided("sampled")
+    metrics.trace_decided("sampled")
+    metrics.trace_decided("limited")
+    metrics.malformed_traceparent()
+    spans.exported, spans.size = 10**15 + 1, 12
+    spans.dropped, spans.failures = {"queue_full": 3, "shutdown": 1}, {"UNAVAILABLE": 2, "429": 1}
+    text = metrics.render(None, "", "frontend")[0].decode()
+    decided = {name: value(text, f'drafthouse:requests_traced_total{{decision="{name}"}}') for name in TRACE_DECISIONS}
+    assert decided == {"sampled": 2, "unsampled": 0, "limited": 1}
+    assert value(text, "drafthouse:traceparent_malformed_total") == 1
+    assert "drafthouse:spans_exported_total 1000000000000001\n" in text
+    dropped = {name: value(text, f'drafthouse:spans_dropped_total{{reason="{name}"}}') for name in SPAN_DROP_REASONS}
+    assert dropped == {"queue_full": 3, "export_failed": 0, "rejected": 0, "shutdown": 1}
+    assert value(text, 'drafthouse:span_export_failures_total{reason="UNAVAILABLE"}') == 2
+    assert value(text, 'drafthouse:span_export_failures_total{reason="429"}') == 1
+    assert value(text, "drafthouse:span_queue_size") == 12
+    openmetrics = metrics.render(None, "application/openmetrics-text", "frontend")[0].decode()
+    assert {family.name for family in text_string_to_metric_families(openmetrics)} >= {
+        "drafthouse:spans_dropped",
+        "drafthouse:span_queue_size",
+    }
+
+
+class Observer:
+    """What would go out by OTLP."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.seen: list[tuple[object, ...]] = []
+
+    def request_finished(
+        self, operation: str, seconds: float, error_type: str | None, trace: tuple[str, str] | None
+    ) -> None:
+        self.seen.append(("request", operation, seconds, error_type, trace))
+
+    def first_token(self, operation: str, seconds: float, trace: tuple[str, str] | None) -> None:
+        self.seen.append(("first", operation, seconds, trace))
+
+    def time_per_output_token(self, operation: str, seconds: float, trace: tuple[str, str] | None) -> None:
+        self.seen.append(("per_token", operation, seconds, trace))
+
+
+def test_otlp_sees_what_its_conventions_define():
+    metrics = FrontendMetrics(1000)
+    metrics.attach("0", MODEL)
+    assert metrics.otlp is None
+    observer = Observer()
+    metrics.watch_otlp(observer)
+    ids = ("a" * 32, "b" * 16)
+    metrics.first_token(0.5, ids, "text_completion")
+    metrics.step_gap(0.1, 3, ids)
+    metrics.finished(FinishedChoice("length", 10, 4, 5, 2.0, 0.5, 0.5, 1.0, "text_completion"), ids)
+    metrics.finished(FinishedChoice("abort", 10, 4, 5, 2.0, 0.5, 0.5, 1.0), ids)  # not successful
+    metrics.finished(FinishedChoice("stop", 10, 4, 1, 2.0, 0.5, 0.5, 0.0))  # no second token
+    metrics.request_ended(5)  # a caller that does not measure the request
+    metrics.request_ended(5, 2.5, "text_completion", "500", ids)
+    assert observer.seen == [
+        ("first", "text_completion", 0.5, ids),
+        ("per_token", "text_completion", 0.25, ids),
+        ("request", "text_completion", 2.5, "500", ids),
+    ]
+    observer.failures = 2
+    assert "drafthouse:otlp_metrics_failures_total 2\n" in metrics.render(None, "", "frontend")[0].decode()
 
 
 def test_engine_info_names_what_runs():
