@@ -19,6 +19,7 @@ class Sample:
     last: float
     tokens: int
     prompt_tokens: int
+    gaps_s: list[float] = field(default_factory=list)  # between chunks
 
 
 @dataclass
@@ -72,6 +73,7 @@ async def _read_stream(reader: asyncio.StreamReader, started: float) -> Sample:
     if b" 200 " not in status:
         raise RuntimeError(f"{status!r} {await reader.read(2000)!r}")
     first = last = 0.0
+    gaps_s: list[float] = []
     usage: dict[str, int] = {}
     while line := await reader.readline():
         if not line.startswith(b"data: {"):
@@ -79,11 +81,14 @@ async def _read_stream(reader: asyncio.StreamReader, started: float) -> Sample:
         if b'"choices":[]' in line or b'"usage":{' in line:
             usage = json.loads(line[6:])["usage"]
         else:
-            last = time.perf_counter()
+            now = time.perf_counter()
+            if last:
+                gaps_s.append(now - last)
+            last = now
             first = first or last
     if not usage:
         raise RuntimeError("the stream ended without usage")
-    return Sample(started, first, last, usage["completion_tokens"], usage["prompt_tokens"])
+    return Sample(started, first, last, usage["completion_tokens"], usage["prompt_tokens"], gaps_s)
 
 
 async def run(port: int, prompts: list[str], concurrency: int, max_tokens: int, **extra: object) -> Run:

@@ -64,8 +64,11 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 
 @contextmanager
-def serve(*arguments: str, **environment: str) -> Iterator[Server]:
-    """A server with these options on a free port, ready when the block begins; gone, with all its children, behind it."""
+def serve(*arguments: str, root: Path = ROOT, **environment: str) -> Iterator[Server]:
+    """A server with these options on a free port, ready when the block begins; gone, with all its children, behind it.
+
+    `root`: the tree whose code runs.
+    """
     port = () if "--port" in arguments else ("--port", "0")
     with tempfile.TemporaryDirectory(prefix="drafthouse-test-") as directory:
         log_path = Path(directory) / "log"
@@ -76,7 +79,7 @@ def serve(*arguments: str, **environment: str) -> Iterator[Server]:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=clean_environment(**environment),
-                cwd=ROOT,
+                cwd=root,
                 start_new_session=True,
             )
         family = [psutil.Process(process.pid)]
