@@ -8,7 +8,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from frontend.request_trace import RequestTrace, StreamTrace
+from frontend.request_trace import RequestTrace
+from frontend.stream_trace import StreamTrace
 from frontend.streams import EngineLost, Stream
 from protocol.messages import (
     SCHEMA_VERSION,

@@ -90,7 +90,8 @@ async def _admitted(server: Server, asked: GenerationRequest, trace: RequestTrac
         reservation.reserve_tokens(fewest_tokens(draft, server.text, max_model_len, server.config.max_prompt_chars))
         stage = nullcontext() if trace is None else trace.stage("tokenize", TraceLevel.STAGES)
         with _abandoned_at(server, "tokenize"), stage:
-            job = await off_loop(draft.num_chars, job_of, draft, server.text, hello)
+            level = server.config.per_request_spec_decode_metrics
+            job = await off_loop(draft.num_chars, job_of, draft, server.text, hello, level)
         reservation.reserve_tokens(job.num_prompt_tokens)
         try:
             yield job

@@ -1,9 +1,12 @@
 """Spans as data: what the frontend knows of a traced request, before anybody spells it for a collector.
 
 Owns the record types that travel from the token path to the exporter, and the promise of the queue between them. Never
-encodes, never sends, never reads a clock. Made by `frontend.request_trace`; consumed by `frontend.span_encoding`.
+encodes and never sends. Made by `frontend.request_trace` and `frontend.stream_trace`; consumed by `frontend.span_encoding`.
 """
 
+import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -120,3 +123,31 @@ class SpanSink(Protocol):
 def end_of_step(phases: PhaseTimes) -> int:
     """When the last phase that ran was over, in ns since the step began."""
     return max(end for _, end in phases.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The decision to trace: where the request's spans belong."""
+
+    trace: Trace
+    parent_id: bytes | None  # the caller's span
+    level: TraceLevel
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all requests of a frontend share."""
+
+    sink: SpanSink
+    resource: Resource
+    engine_resource: Callable[[str, int], Resource]  # by engine id and epoch
+    wall_ns: Callable[[], int] = time.time_ns
+    monotonic_ns: Callable[[], int] = time.monotonic_ns
+
+
+def new_span_id() -> bytes:
+    """64 random bits, never zero."""
+    while True:
+        made = os.urandom(8)
+        if any(made):
+            return made

@@ -25,6 +25,8 @@ class SpecStats:
         """Count one round, each exactly once. A round without a draft is plain decoding and no step of speculation."""
         if one.drafted == 0:
             return
+        if one.accepted >= len(self._histogram):  # the engine came back with longer drafts since the request was read
+            self._histogram += [0] * (one.accepted + 1 - len(self._histogram))
         self._histogram[one.accepted] += 1
         self._num_draft_tokens += one.drafted
         if self._per_step is not None:

@@ -8,7 +8,7 @@ most its own request's outputs.
 import asyncio
 from collections.abc import Callable
 
-from frontend.request_trace import StreamTrace
+from frontend.stream_trace import StreamTrace
 from protocol.messages import SequenceOutput
 from protocol.reasons import CloseReason, FinishReason
 

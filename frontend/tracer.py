@@ -10,8 +10,8 @@ from aiohttp import web
 
 from frontend.errors import ApiError, clipped
 from frontend.metrics import FrontendMetrics
-from frontend.request_trace import RequestTrace, Sampled, Surroundings
-from frontend.spans import Trace, TraceLevel
+from frontend.request_trace import RequestTrace
+from frontend.spans import Sampled, Surroundings, Trace, TraceLevel
 from frontend.trace_context import RateLimit, Sampler, new_trace_id, read_caller
 
 LEVEL_HEADER = "X-Trace-Level"

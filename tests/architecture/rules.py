@@ -68,6 +68,7 @@ FRONTEND_LAYERS = {
     # tracing: data, decisions, spelling, sending
     "frontend.spans": 1.6,
     "frontend.trace_context": 1.6,
+    "frontend.stream_trace": 1.65,
     "frontend.request_trace": 1.7,
     "frontend.span_encoding": 1.7,
     "frontend.span_export": 1.75,
@@ -88,6 +89,8 @@ FRONTEND_LAYERS = {
     "frontend.text": 2,
     # counting and refusing
     "frontend.engine_families": 2.9,
+    "frontend.engine_sums": 2.9,
+    "frontend.otlp_metrics_settings": 2.9,
     "frontend.metrics": 3,
     "frontend.admission": 3.1,
     "frontend.tracing": 3.2,

@@ -31,7 +31,7 @@ class _Surgeon(ast.NodeTransformer):
     def __init__(self) -> None:
         self.cut = 0
 
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:  # noqa: N802  # ast's name
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:  # ast's name
         self.generic_visit(node)
         if not _asks_for_trace(node.test):
             return node
@@ -39,21 +39,21 @@ class _Surgeon(ast.NodeTransformer):
         left = node.body if _is_absence(node.test) else node.orelse
         return left or [ast.Pass()]
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:  # noqa: N802  # ast's name
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:  # ast's name
         self.generic_visit(node)
         if not _asks_for_trace(node.test):
             return node
         self.cut += 1
         return node.body if _is_absence(node.test) else node.orelse
 
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:  # noqa: N802  # ast's name
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:  # ast's name
         called = node.value.func if isinstance(node.value, ast.Call) else None
         if isinstance(called, ast.Name) and called.id == "_begin_trace":
             self.cut += 1
             return ast.Pass()
         return node
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:  # noqa: N802  # ast's name
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:  # ast's name
         if isinstance(node.value, ast.Call) and any(
             isinstance(one, ast.Name) and one.id == "TRACE" for one in node.value.args
         ):

@@ -18,8 +18,8 @@ from engine.speculation.draft import Draft, host_draft
 from engine.speculation.oracle import OracleSpeculator
 from engine.speculation.speculator import Capabilities, DraftRow, Speculator
 from frontend.attachment import Attachment, Expectation
-from frontend.request_trace import RequestTrace, Sampled, Surroundings
-from frontend.spans import Resource, Trace, TraceLevel
+from frontend.request_trace import RequestTrace
+from frontend.spans import Resource, Sampled, Surroundings, Trace, TraceLevel
 from frontend.spec_stats import SpecStats
 from frontend.streams import Stream
 from frontend.trace_context import new_trace_id
