@@ -23,6 +23,8 @@ ENGINE_LAYERS = {
     "engine.accounts": 1.1,
     "engine.handover": 1.1,
     "engine.peers": 1.1,
+    "engine.recorder": 1.2,
+    "engine.profiler": 1.2,
     "engine.socket_path": 1.2,
     # parts without policy
     "engine.sampling": 2,
@@ -71,7 +73,10 @@ FRONTEND_LAYERS = {
     "frontend.stream_trace": 1.65,
     "frontend.request_trace": 1.7,
     "frontend.span_encoding": 1.7,
+    "frontend.otlp_transport": 1.71,
+    "frontend.otlp_delivery": 1.72,
     "frontend.span_export": 1.75,
+    "frontend.otlp_environment": 1.76,
     "frontend.log_format": 1.75,
     "frontend.admin": 1.75,
     # the engine's side, the text side, the socket's side
@@ -153,7 +158,7 @@ ONLY: list[tuple[tuple[str, ...], str, str]] = [
     (("engine.wire", "frontend.engine_client"), "zmq", "sockets live in one place on each side"),
     (("frontend.metrics",), "prometheus_client", "one place turns counters into families"),
     (
-        ("frontend.tracing", "frontend.otlp_metrics", "deploy.report_receiver"),
+        ("frontend.otlp_transport", "frontend.otlp_metrics", "deploy.report_receiver"),
         "opentelemetry",
         "one place sends spans, one sends metrics, and the report receives; spans are made without the SDK (decision 5)",
     ),
