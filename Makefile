@@ -1,5 +1,5 @@
 # The commands of this repository. `make serve` and `make test` need only Python 3.11+, git and make.
-.PHONY: serve test install check cases bench gpu clean
+.PHONY: serve test install check cases bench report gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -9,6 +9,7 @@ help:
 	@echo "make check     format, lint, types, architecture tests (under a minute)"
 	@echo "make cases     the long forms of the failure cases"
 	@echo "make bench     print tokens per second, time to first token and step overhead"
+	@echo "make report    serve, trace one request and draw its rounds into report/"
 	@echo "make gpu       losslessness and a small benchmark on a CUDA device, if there is one"
 
 install:
@@ -35,6 +36,9 @@ check: .venv-test
 
 bench: .venv-test
 	.venv/bin/python -m tests.bench $(ARGS)
+
+report: .venv-test
+	@.venv/bin/drafthouse report --serve $(ARGS)
 
 gpu: install
 	.venv/bin/python tests/gpu/check.py

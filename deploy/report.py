@@ -123,7 +123,9 @@ def main() -> int:
 
 def draw(material: Material, directory: Path) -> list[Path]:
     """Write the pictures there is material for; says what cannot be drawn. Raises OSError."""
-    from deploy.report_pictures import DPI, acceptance, waterfall
+    from deploy.report_acceptance import acceptance
+    from deploy.report_canvas import DPI
+    from deploy.report_waterfall import waterfall
 
     figures: dict[str, Figure] = {}
     rounds = rounds_of(material.request) if material.request is not None else []

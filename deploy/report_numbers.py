@@ -1,7 +1,8 @@
 """What a request's spans and a server's /metrics say about speculation, as numbers.
 
 Owns the arithmetic of a report: rounds from spans, acceptance from rounds or from counters, a request's key figures.
-Never draws and never talks to a server. Used by deploy.report and deploy.report_pictures.
+Never draws and never talks to a server. Used by deploy.report and by
+the pictures' modules.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 Owns the reading of OTLP JSON (one ExportTraceServiceRequest per line, as an OpenTelemetry collector's file exporter writes
 it) and the search for drafthouse's requests in it. Never draws, never counts, never imports OpenTelemetry. Used by
-deploy.report, deploy.report_numbers and deploy.report_pictures.
+the other report modules.
 """
 
 from collections.abc import Iterable, Mapping

@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from deploy import report
+from deploy.report_acceptance import acceptance
 from deploy.report_numbers import (
     Acceptance,
     acceptance_in,
@@ -26,10 +27,10 @@ from deploy.report_numbers import (
     milliseconds,
     rounds_of,
 )
-from deploy.report_pictures import acceptance, waterfall
 from deploy.report_receiver import MAX_BODY_BYTES, Receiver, from_protobuf, only_trace, read_dump
 from deploy.report_server import ServerTrouble, server_environment
 from deploy.report_spans import MalformedTrace, Request, find_requests, read_lines
+from deploy.report_waterfall import waterfall
 from tests.e2e.servers import ROOT, clean_environment, command, serve
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -53,13 +54,13 @@ class MadeTrace:
         self._add("tokenize", self.root_id, 0.4, 1.3, of="drafthouse-frontend")
         self._add("prefill_waiting", self.root_id, 1.3, 4.0)
         self._add("prefill_forward", self.root_id, 4.0, 30.0, num_cached_tokens=16)
-        end_ms = max([self._child(rounds, step_ms) for rounds in drafts], default=30.0)
+        end_ms = max([self._child(*child, step_ms) for child in enumerate(drafts)], default=30.0)
         self._add(
             "POST /v1/chat/completions", "00f067aa0ba902b7", 0.0, end_ms + 0.5, of="drafthouse-frontend",
             span_id=self.root_id, kind=2, **{"gen_ai.usage.input_tokens": 37, "gen_ai.usage.output_tokens": 60},
         )  # fmt: skip
 
-    def _child(self, rounds: list[tuple[int, int]], step_ms: float) -> float:
+    def _child(self, index: int, rounds: list[tuple[int, int]], step_ms: float) -> float:
         decode_id, at_ms = self._new_id(), 30.0
         for number, (drafted, correct) in enumerate(rounds):
             if drafted:
@@ -72,6 +73,7 @@ class MadeTrace:
             "decode_forward", self.root_id, 30.0, at_ms, span_id=decode_id, num_rounds=len(rounds),
             num_drafts=sum(drafted > 0 for drafted, _ in rounds), num_draft_tokens=sum(one[0] for one in rounds),
             num_correct_drafts=sum(one[1] for one in rounds), num_cut_tokens=1, num_trimmed_tokens=0, clock="host",
+            **({"index": index} if index else {}),
         )  # fmt: skip
         return at_ms
 
@@ -305,7 +307,10 @@ def test_many_rounds_are_enlarged_around_the_slowest():
 def test_of_many_children_the_first_get_lines_and_the_rest_are_counted():
     figure = waterfall(MadeTrace(*[rounds(4, seed=child) for child in range(9)]).request())
     names = [label.strip() for label in labels(figure.axes[0])]
-    assert names.count("decode_forward") == 6 and names[-1] == "decode_forward, 3 more"
+    assert [name for name in names if name.startswith("decode_forward")] == [
+        "decode_forward", *(f"decode_forward {index}" for index in range(1, 6)), "decode_forward, 3 more",
+    ]  # fmt: skip
+    assert names.count("spec_verify") == 6
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,17 @@
-"""The pictures of a report: one request's spans over time, and what became of the drafts.
+"""The waterfall: one request's spans as bars over time, nested as they are.
 
-Owns layout and colour. Gives matplotlib figures drawn without any window; never reads files and never computes what
-deploy.report_numbers computes. Imports matplotlib only when a picture is drawn. Used by deploy.report.
+Owns its layout and colours: a line per stage, a lane for all drafts and one for all verifies of a sequence. Never reads
+files and never computes what deploy.report_numbers computes. Imports matplotlib only when it draws. Used by deploy.report.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deploy.report_numbers import Acceptance, Round, acceptance_of, milliseconds, rounds_of, rounds_under
+from deploy.report_canvas import DPI, FONT_SIZE, GRID_COLOUR, PLAIN_COLOUR, WIDTH_IN, new_figure
+from deploy.report_numbers import Round, acceptance_of, milliseconds, rounds_of, rounds_under
 from deploy.report_spans import Request, Span
 
 if TYPE_CHECKING:
@@ -20,15 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LANES = ("chunked_prefill", "decode_loop", "spec_draft", "spec_verify")  # hundreds of spans each: one line together
-MAX_CHILDREN = 6  # decode_forward spans of a request with n > 1 that get lines of their own
+MAX_ALIKE = 6  # spans of one name and parent (with n > 1, or several prompts) that get lines of their own
 ZOOM_ROUNDS = 24  # rounds in the enlarged part; without more than twice as many there is none
 Colour = str | tuple[float, ...]
-DPI = 110
-_WIDTH_IN = 12.0
 _LINE_IN = 0.36
 _LABEL_WIDTH_PX = 15.0  # a bar narrower than this cannot hold a number
 _AXES_SHARE = 0.74  # of the figure's width, for estimates of bar widths
-_FONT_SIZE = 9
 _COLOURS = {
     "tokenize": "#7a9e3c",
     "api_server_dispatch": "#a3b18a",
@@ -41,9 +38,7 @@ _COLOURS = {
     "spec_draft": "#8d5fa8",
 }
 _OTHER_COLOUR = "#5c6670"
-_PLAIN_COLOUR = "#b9bdc2"
 _ALTERNATES = {"chunked_prefill": "#f0bca8", "decode_loop": "#c9d8ea"}
-_SERVER_COLOUR, _REQUEST_COLOUR = "#3f6fa8", "#d98c3f"
 _ERROR_COLOUR = "#c0182b"
 
 
@@ -67,7 +62,7 @@ class _Scale:
 
     def of(self, verify: Span) -> Colour:
         if verify.span_id in self.plain:
-            return _PLAIN_COLOUR
+            return PLAIN_COLOUR
         return self.colour_map(self.norm(verify.number("num_correct_drafts")))
 
     def ink(self, verify: Span) -> str:
@@ -83,11 +78,12 @@ def waterfall(request: Request) -> Figure:
     window = _slowest_window(request)
     lanes = [line for line in lines if line.is_lane and line.label.strip() != "chunked_prefill"]
     parts = [len(lines) * _LINE_IN] + ([len(lanes) * _LINE_IN + 0.1] if window else [])
-    figure = _figure(_WIDTH_IN, sum(parts) + 1.5 + (0.75 if window else 0.0))
+    figure = new_figure(WIDTH_IN, sum(parts) + 1.5 + (0.75 if window else 0.0))
     grid = figure.add_gridspec(len(parts), 1, height_ratios=parts)
     scale = _scale(rounds)
     first = figure.add_subplot(grid[0])
-    extent = (request.root.start_ns, max(span.end_ns for span in request.spans))
+    # A frontend and an engine on two machines have two clocks: a stage may seem to begin before its request.
+    extent = (min(span.start_ns for span in request.spans), max(span.end_ns for span in request.spans))
     _draw_lines(first, lines, request.root.start_ns, extent, scale)
     _mark_events(first, lines, request.root.start_ns)
     axes = [first]
@@ -95,60 +91,46 @@ def waterfall(request: Request) -> Figure:
         first.axvspan(*(_ms(edge, request.root.start_ns) for edge in window), color="#f2e9c9", zorder=0, linewidth=0)
         second = figure.add_subplot(grid[1])
         _draw_lines(second, lanes, request.root.start_ns, window, scale)
-        second.set_title("around the slowest round (shaded above)", fontsize=_FONT_SIZE, loc="left")
+        second.set_title("around the slowest round (shaded above)", fontsize=FONT_SIZE, loc="left")
         axes.append(second)
-    axes[-1].set_xlabel("milliseconds since the request began", fontsize=_FONT_SIZE)
+    axes[-1].set_xlabel("milliseconds since the request began", fontsize=FONT_SIZE)
     if rounds:
         _add_colour_scale(figure, axes, scale)
-    figure.suptitle(_title(request), fontsize=_FONT_SIZE + 1, x=0.01, ha="left", parse_math=False)
+    figure.suptitle(_title(request), fontsize=FONT_SIZE + 1, x=0.01, ha="left", parse_math=False)
     return figure
 
 
-def acceptance(server: Acceptance | None, rounds: Sequence[Round]) -> Figure | None:
-    """Acceptance by position, of the server since its start and of one request, and its rounds by accepted tokens.
-
-    None when neither has a draft: there is nothing to draw.
-    """
-    own = acceptance_of(rounds)
-    groups = [("this server", server, _SERVER_COLOUR)] if server is not None and server.num_drafts else []
-    groups += [("this request", own, _REQUEST_COLOUR)] if own.num_drafts else []
-    if not groups:
-        return None
-    has_rounds = own.num_drafts > 0
-    figure = _figure(_WIDTH_IN if has_rounds else _WIDTH_IN / 2 + 0.6, 4.4)
-    by_position = figure.add_subplot(1, 2 if has_rounds else 1, 1)
-    _draw_positions(by_position, groups)
-    if has_rounds:
-        _draw_histogram(figure.add_subplot(1, 2, 2), rounds)
-    return figure
-
-
-# ---- the waterfall ----
+# ---- lines ----
 
 
 def _lines(request: Request) -> list[_Line]:
-    """Depth first, by start; lanes below their parent; of many children of n the first few."""
+    """Depth first, by start; lanes below their parent; of many alike the first few, and the rest together."""
     lines: list[_Line] = []
 
     def add(span: Span, depth: int) -> None:
-        lines.append(_Line("   " * depth + _short(span.name), (span,), is_lane=False))
-        children = request.children(span)
-        for name in LANES:
-            lane = tuple(child for child in children if child.name == name)
-            if lane:
-                lines.append(_Line("   " * (depth + 1) + name, lane, is_lane=True))
-        others = [child for child in children if child.name not in LANES]
-        decodes = [child for child in others if child.name == "decode_forward"]
-        left_out = {child.span_id for child in decodes[MAX_CHILDREN:]}
-        for child in others:
-            if child.span_id not in left_out:
+        indent = "   " * (depth + 1)
+        lines.append(_Line("   " * depth + _label(span), (span,), is_lane=False))
+        alike: dict[str, list[Span]] = {}
+        for child in request.children(span):
+            alike.setdefault(child.name, []).append(child)
+        lines.extend(_Line(indent + name, tuple(alike.pop(name)), is_lane=True) for name in LANES if name in alike)
+        shown = {child.span_id for spans in alike.values() for child in spans[:MAX_ALIKE]}
+        for child in request.children(span):
+            if child.span_id in shown:
                 add(child, depth + 1)
-        if left_out:
-            rest = tuple(decodes[MAX_CHILDREN:])
-            lines.append(_Line("   " * (depth + 1) + f"decode_forward, {len(rest)} more", rest, is_lane=True))
+        for name, spans in alike.items():
+            if len(spans) > MAX_ALIKE:
+                rest = tuple(spans[MAX_ALIKE:])
+                lines.append(_Line(f"{indent}{_short(name)}, {len(rest)} more", rest, is_lane=True))
 
     add(request.root, 0)
     return lines
+
+
+def _label(span: Span) -> str:
+    """The name, and which of the n children it is about where there are several."""
+    index = span.number("index")
+    return _short(span.name) + (f" {index}" if index else "")
 
 
 def _slowest_window(request: Request) -> tuple[int, int] | None:
@@ -174,7 +156,7 @@ def _draw_lines(axes: Axes, lines: Sequence[_Line], zero_ns: int, extent: tuple[
     """Bars in ms since `zero_ns`; `extent` (unix ns) is what the axis shows."""
     start_ms, end_ms = (_ms(edge, zero_ns) for edge in extent)
     length_ms = max(end_ms - start_ms, 1e-6)
-    px_per_ms = _WIDTH_IN * DPI * _AXES_SHARE / length_ms
+    px_per_ms = WIDTH_IN * DPI * _AXES_SHARE / length_ms
     for row, line in enumerate(lines):
         spans = [span for span in line.spans if span.end_ns >= extent[0] and span.start_ns <= extent[1]]
         _draw_bars(axes, row, spans, zero_ns, scale)
@@ -183,15 +165,15 @@ def _draw_lines(axes: Axes, lines: Sequence[_Line], zero_ns: int, extent: tuple[
             _number_bars(axes, row, readable, zero_ns, scale)
         else:
             _write_duration(axes, row, line.spans[0], zero_ns, (start_ms, length_ms))
-    axes.set_yticks(range(len(lines)), [line.label for line in lines], fontsize=_FONT_SIZE)
+    axes.set_yticks(range(len(lines)), [line.label for line in lines], fontsize=FONT_SIZE)
     for label in axes.get_yticklabels():
         label.set_horizontalalignment("left")
         label.set_parse_math(False)
     axes.tick_params(axis="y", length=0, pad=150)
-    axes.tick_params(axis="x", labelsize=_FONT_SIZE)
+    axes.tick_params(axis="x", labelsize=FONT_SIZE)
     axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.set_xlim(start_ms - 0.005 * length_ms, end_ms + 0.005 * length_ms)
-    axes.grid(axis="x", color="#e3e3e3", linewidth=0.8)
+    axes.grid(axis="x", color=GRID_COLOUR, linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -231,7 +213,7 @@ def _number_bars(axes: Axes, row: int, spans: Sequence[Span], zero_ns: int, scal
             continue
         axes.text(
             _ms((span.start_ns + span.end_ns) // 2, zero_ns), row, str(number), ha="center", va="center",
-            fontsize=_FONT_SIZE - 1, color=ink, clip_on=True, fontweight="bold",
+            fontsize=FONT_SIZE - 1, color=ink, clip_on=True, fontweight="bold",
         )  # fmt: skip
 
 
@@ -247,7 +229,7 @@ def _write_duration(axes: Axes, row: int, span: Span, zero_ns: int, axis: tuple[
     if side == "right" and not inside:
         at = begin - gap
     ink = "white" if inside else _ERROR_COLOUR if span.error is not None else "#333333"
-    axes.text(at, row, text, ha=side, va="center", fontsize=_FONT_SIZE - 1, color=ink, parse_math=False)
+    axes.text(at, row, text, ha=side, va="center", fontsize=FONT_SIZE - 1, color=ink, parse_math=False)
 
 
 def _mark_events(axes: Axes, lines: Sequence[_Line], zero_ns: int) -> None:
@@ -265,7 +247,7 @@ def _mark_events(axes: Axes, lines: Sequence[_Line], zero_ns: int) -> None:
             times, rows, "v", color=_ERROR_COLOUR, markeredgecolor="white", markersize=8, label="preempted", clip_on=False,
             linestyle="none",
         )  # fmt: skip
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=_FONT_SIZE - 1, frameon=False)
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=FONT_SIZE - 1, frameon=False)
 
 
 def _scale(rounds: Sequence[Round]) -> _Scale:
@@ -289,9 +271,9 @@ def _add_colour_scale(figure: Figure, axes: list[Axes], scale: _Scale) -> None:
     bar = figure.colorbar(ScalarMappable(scale.norm, scale.colour_map), ax=axes, fraction=0.02, pad=0.015)
     bar.set_ticks(list(range(0, scale.num_steps, max(1, scale.num_steps // 8))))
     grey = " (grey: no draft)" if scale.plain else ""
-    bar.set_label(f"draft tokens accepted{grey}", fontsize=_FONT_SIZE - 1)
+    bar.set_label(f"draft tokens accepted{grey}", fontsize=FONT_SIZE - 1)
     bar.ax.minorticks_off()
-    bar.ax.tick_params(labelsize=_FONT_SIZE - 1, length=0)
+    bar.ax.tick_params(labelsize=FONT_SIZE - 1, length=0)
 
 
 def _title(request: Request) -> str:
@@ -308,74 +290,6 @@ def _title(request: Request) -> str:
     if clocks:
         parts.append(f"{' and '.join(clocks)} clock")
     return f"{_short(root.name, 60)}, {milliseconds(root.duration_ns)}, trace {root.trace_id}\n" + ", ".join(parts)
-
-
-# ---- acceptance ----
-
-
-def _draw_positions(axes: Axes, groups: Sequence[tuple[str, Acceptance, str]]) -> None:
-    width = 0.8 / len(groups)
-    longest = max(len(one.per_position) for _, one, _ in groups)
-    for number, (name, one, colour) in enumerate(groups):
-        shift = (number - (len(groups) - 1) / 2) * width
-        percent = [100 * rate for rate in one.rate_per_position]
-        label = f"{name}: {one.num_drafts} drafts, accept length {one.length:.2f}"
-        bars = axes.bar(
-            [position + shift for position in range(len(percent))], percent, width, color=colour, label=label
-        )
-        if longest * len(groups) <= 16:
-            axes.bar_label(bars, [f"{value:.0f}" for value in percent], fontsize=_FONT_SIZE - 1, padding=1)
-    axes.set_ylim(0, 100 + 9 * (len(groups) + 1))
-    axes.set_yticks(range(0, 101, 20))
-    axes.set_xticks(range(0, longest, max(1, longest // 16)))
-    _finish(axes, "Acceptance by draft position", "position in the draft", "% of drafts accepted there")
-    axes.legend(loc="upper right", fontsize=_FONT_SIZE - 1, frameon=False)
-
-
-def _draw_histogram(axes: Axes, rounds: Sequence[Round]) -> None:
-    drafted = Counter(one.correct for one in rounds if one.drafted)
-    num_plain = sum(not one.drafted for one in rounds)
-    longest = max(one.drafted for one in rounds)
-    values = list(range(longest + 1))
-    bars = axes.bar(
-        values, [drafted[value] for value in values], 0.8, color=_REQUEST_COLOUR, label="rounds with a draft"
-    )
-    if longest <= 16:
-        texts = [str(drafted[value]) if drafted[value] else "" for value in values]
-        axes.bar_label(bars, texts, fontsize=_FONT_SIZE - 1, padding=1)
-    if num_plain:
-        axes.bar([-1], [num_plain], 0.8, color=_PLAIN_COLOUR, label=f"plain rounds, no draft: {num_plain}")
-        axes.legend(loc="upper center", fontsize=_FONT_SIZE - 1, frameon=False)
-    step = max(1, longest // 16)
-    ticks = values[::step]
-    axes.set_xticks([-1, *ticks] if num_plain else ticks, [*(["none"] if num_plain else []), *map(str, ticks)])
-    axes.set_ylim(0, 1.22 * max([*drafted.values(), num_plain]))
-    axes.locator_params(axis="y", integer=True)
-    _finish(axes, f"The {len(rounds)} rounds of this request", "draft tokens accepted in a round", "rounds")
-
-
-def _finish(axes: Axes, title: str, x_label: str, y_label: str) -> None:
-    axes.set_title(title, fontsize=_FONT_SIZE + 1, loc="left")
-    axes.set_xlabel(x_label, fontsize=_FONT_SIZE)
-    axes.set_ylabel(y_label, fontsize=_FONT_SIZE)
-    axes.tick_params(labelsize=_FONT_SIZE)
-    axes.grid(axis="y", color="#e3e3e3", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-# ---- words and sizes ----
-
-
-def _figure(width_in: float, height_in: float) -> Figure:
-    """A figure with the Agg canvas and no global state behind it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _ms(at_ns: int, zero_ns: int) -> float:
