@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from engine.assembly import Engine, OnProgress, assemble
 from engine.config import EngineConfig
 from engine.wire import WireFailure
+from protocol.log_lines import JsonLines, install
 from protocol.model_files import ModelFilesError
 from protocol.options import EXIT_BAD_OPTIONS, from_process, show
 
@@ -32,11 +33,7 @@ EXIT_FAILURE = 1
 def main() -> int:
     epoch = time.time_ns()
     config = from_process(EngineConfig, program=PROGRAM)
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s engine[{config.engine_id}] %(name)s %(message)s",
-        stream=sys.stderr,
-    )
+    _configure_logging(config)
     signals = _Signals()
     logger.info("configuration %s", show(config))
     try:
@@ -68,13 +65,22 @@ def _serve(engine: Engine, config: EngineConfig, signals: "_Signals") -> int:
         capacity.num_blocks * capacity.block_size, (time.time_ns() - engine.hello.epoch) / 1e9,
     )  # fmt: skip
     try:
-        return engine.core.run()
+        return engine.core.run(engine.profiles)
     except Exception:
         logger.exception("engine failed")
         return EXIT_FAILURE
     finally:
+        engine.profiles.close()
         engine.wire.close()
         logger.info("stopped")
+
+
+def _configure_logging(config: EngineConfig) -> None:
+    if config.log_format == "json":
+        install(config.log_level, JsonLines({"engine": config.engine_id}))
+    else:
+        text = f"%(asctime)s %(levelname)s engine[{config.engine_id}] %(name)s %(message)s"
+        install(config.log_level, logging.Formatter(text))
 
 
 class _Signals:
@@ -98,7 +104,8 @@ class _Signals:
 
 def _loading_bar(config: EngineConfig) -> OnProgress:
     """A bar on a terminal, else a line of the log per quarter."""
-    return _Bar(config.model) if sys.stderr.isatty() else _Lines(config.model)
+    is_for_people = sys.stderr.isatty() and config.log_format == "text"
+    return _Bar(config.model) if is_for_people else _Lines(config.model)
 
 
 class _Bar:

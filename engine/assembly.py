@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.accounts import EngineIdentity
 from engine.config import EngineConfig
@@ -18,6 +19,8 @@ from engine.core import EngineCore
 from engine.executor import Executor
 from engine.intake import PolicySettings
 from engine.ledger import Ledger
+from engine.profiler import NO_DIRECTORY, NO_MODEL, NoProfiles, ProfileDesk, Profiler, Profiles
+from engine.recorder import Clocked, TorchRecorder, quiet_kineto
 from engine.scheduler import Scheduler
 from engine.simulate import SimExecutor, SimSettings
 from engine.wire import Wire
@@ -53,15 +56,17 @@ class Mechanism:
     unsupported_sampling: frozenset[str]
     dtype: str
     device: str
+    profiles: Profiles
 
 
 @dataclass(frozen=True)
 class Engine:
-    """`core.run()` between `wire.start()` and `wire.close()`."""
+    """`core.run(profiles)` between `wire.start()` and `wire.close()`."""
 
     core: EngineCore
     wire: Wire
     hello: Hello
+    profiles: ProfileDesk
 
 
 def assemble(config: EngineConfig, on_progress: OnProgress, epoch: int) -> Engine:
@@ -110,10 +115,13 @@ def assemble(config: EngineConfig, on_progress: OnProgress, epoch: int) -> Engin
         wall_ns=time.time_ns(),
     )
     wire = Wire(config.listen, hello)
-    return Engine(EngineCore(wire, wire, scheduler, ledger, mechanism.executor, time.monotonic_ns), wire, hello)
+    core = EngineCore(wire, wire, scheduler, ledger, mechanism.executor, time.monotonic_ns)
+    return Engine(core, wire, hello, ProfileDesk(wire.profiles, mechanism.profiles, config.engine_id, epoch))
 
 
 def _simulated(config: EngineConfig, files: ModelFiles, vocabulary: Vocabulary) -> Mechanism:
+    if config.profile_dir is not None:
+        raise ValueError("--profile-dir says nothing with --executor sim, which runs no model")
     kv_tokens = config.kv_cache_tokens or SIM_KV_TOKENS
     eos_token_ids = read_eos_token_ids(files)
     settings = SimSettings(
@@ -138,6 +146,7 @@ def _simulated(config: EngineConfig, files: ModelFiles, vocabulary: Vocabulary) 
         unsupported_sampling=frozenset(),
         dtype="none",
         device="none",
+        profiles=NoProfiles(NO_MODEL),
     )
 
 
@@ -155,6 +164,8 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
     # else wants a core (a frontend, a client) they spin while the thread they wait for is not running: with two busy
     # neighbours on two cores, 121 matrix products of 6 rows took 2 600 ms, with passive waiting 400 ms.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if config.profile_dir is not None:
+        quiet_kineto()
     from engine.model_executor import ExecutorSettings, build_executor
     from engine.speculation.registry import SpeculationSettings
 
@@ -182,7 +193,14 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
         unsupported_sampling=built.capabilities.unsupported_sampling,
         dtype=str(built.dtype).removeprefix("torch."),
         device=str(built.device),
+        profiles=_profiles(config, built.executor, on_cuda=built.device.type == "cuda"),
     )
+
+
+def _profiles(config: EngineConfig, executor: Clocked, *, on_cuda: bool) -> Profiles:
+    if config.profile_dir is None:
+        return NoProfiles(NO_DIRECTORY)
+    return Profiler(TorchRecorder(executor, on_cuda=on_cuda), Path(config.profile_dir), config.engine_id)
 
 
 def _capacity(config: EngineConfig, mechanism: Mechanism) -> Capacity:

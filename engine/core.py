@@ -69,6 +69,24 @@ class Publisher(Protocol):
         """Frontends cut off since the epoch began."""
 
 
+class Errands(Protocol):
+    """What the step thread does between steps that concerns no request. Must not raise."""
+
+    def run(self) -> None:
+        """Do what is due. Called before every step and whenever `Inbox.wait` returns."""
+
+    @property
+    def deadline_ns(self) -> int | None:
+        """When `run` wants to be called again, on the core's clock, even if nothing happens."""
+
+
+class NoErrands:
+    deadline_ns: int | None = None
+
+    def run(self) -> None:
+        pass
+
+
 class EngineCore:
     """Policy and mechanism joined. One thread calls `run` (or `step`); `drain`, `stop` may come from any thread."""
 
@@ -107,13 +125,15 @@ class EngineCore:
         self._had_rows = bool(plan.spans)
         self._publish(started_ns, executed_ns)
 
-    def run(self) -> int:
+    def run(self, errands: Errands | None = None) -> int:
         """Step until stopped; returns the exit code: 0 after `stop` or a finished `drain`, 1 when the device failed.
 
-        Sleeps while there is nothing to do. Any other exception is a bug of the engine and leaves through the caller.
+        `errands` are run between steps. Sleeps while there is nothing to do. Any other exception is a bug of the engine and leaves through the caller.
         """
+        errands = errands or NoErrands()
         while not self._is_over():
-            if self._may_step():
+            errands.run()
+            if self._may_step(errands.deadline_ns):
                 self.step()
             if self._device_failure is not None:
                 logger.critical("device_failure reason=%r", self._device_failure)
@@ -192,11 +212,12 @@ class EngineCore:
             return False
         return self.ledger.num_open == 0 or self._now_ns() >= self._drain_until_ns
 
-    def _may_step(self) -> bool:
+    def _may_step(self, errand_ns: int | None) -> bool:
         """Wait for a reason to step. A plan that came out empty stays so until something arrives or expires."""
         if self._had_rows and self.scheduler.has_work:
             return True
-        limits_ns = [at_ns for at_ns in (self.scheduler.next_deadline_ns, self._drain_until_ns) if at_ns is not None]
+        reasons_ns = (self.scheduler.next_deadline_ns, self._drain_until_ns, errand_ns)
+        limits_ns = [at_ns for at_ns in reasons_ns if at_ns is not None]
         timeout_s = max(0.0, (min(limits_ns) - self._now_ns()) / 1e9) if limits_ns else None
         if self.inbox.wait(timeout_s):
             return True

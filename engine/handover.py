@@ -1,6 +1,6 @@
 """What the I/O thread hands to the step thread, and how one wakes the other.
 
-Owns the queue of arrivals, the view of closes not yet drained, and the paused set. Never touches a zmq socket and never
+Owns the queue of arrivals, the view of closes not yet drained, the paused set, and questions about profiles. Never touches a zmq socket and never
 decides anything. engine.wire fills it, engine.core drains it (it is core's `Inbox`).
 """
 
@@ -10,9 +10,10 @@ import select
 import socket
 import threading
 from collections import Counter, deque
+from collections.abc import Callable, Iterator
 
 from engine.sequence import Arrival, Gone
-from protocol.messages import Close, Detach, Submit
+from protocol.messages import Close, Detach, Profile, ProfileReply, Submit
 
 MAX_WAIT_S = 3600.0  # poll takes at most 2**31 ms, and a deadline may lie centuries ahead; whoever waits looks again
 
@@ -61,12 +62,43 @@ class Waker:
         self._writer.close()
 
 
+class ProfileLine:
+    """Questions about profiles to the step thread, which takes them between steps, and its answers to the I/O thread."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        """`ring` wakes the I/O thread."""
+        self._ring = ring
+        self._questions: deque[tuple[str, Profile]] = deque()
+        self._answers: deque[tuple[str, ProfileReply]] = deque()
+
+    def ask(self, frontend_id: str, question: Profile) -> int:
+        """For the I/O thread; returns how many wait, of all frontends."""
+        self._questions.append((frontend_id, question))
+        return len(self._questions)
+
+    def take_questions(self) -> Iterator[tuple[str, Profile]]:
+        """For the step thread: what was asked, with the frontend that waits for the answer."""
+        while self._questions:
+            yield self._questions.popleft()
+
+    def answer(self, frontend_id: str, reply: ProfileReply) -> None:
+        """For the step thread."""
+        self._answers.append((frontend_id, reply))
+        self._ring()
+
+    def take_answers(self) -> Iterator[tuple[str, ProfileReply]]:
+        """For the I/O thread."""
+        while self._answers:
+            yield self._answers.popleft()
+
+
 class Mailbox:
     """core's `Inbox`. `put`, `set_paused`, `touch` and `fail` are the I/O thread's; the rest is the step thread's."""
 
-    def __init__(self) -> None:
+    def __init__(self, profiles: ProfileLine) -> None:
         self._lock = threading.Lock()
         self._waker = Waker()
+        self._profiles = profiles
         self._arrivals: deque[Arrival] = deque()
         self._closes: set[tuple[str, int, int]] = set()
         self._num_pending: Counter[str] = Counter()
@@ -76,8 +108,12 @@ class Mailbox:
 
     # ---- I/O thread ----
 
-    def put(self, frontend_id: str, message: Submit | Close | Detach | Gone) -> int:
+    def put(self, frontend_id: str, message: Submit | Close | Detach | Gone | Profile) -> int:
         """Queue one arrival; returns how many of this frontend now wait."""
+        if isinstance(message, Profile):
+            num_questions = self._profiles.ask(frontend_id, message)
+            self._waker.ring()  # no arrival: nothing to step for
+            return num_questions
         with self._lock:
             self._arrivals.append((frontend_id, message))
             self._num_pending[frontend_id] += 1

@@ -147,9 +147,9 @@ def _max_model_len(settings: ExecutorSettings, arch: ArchConfig, num_blocks: int
 
 class ModelExecutor(Executor):
     def __init__(self, runner: Runner, speculator: Speculator, sampling: SamplingModel, clock: PhaseClock) -> None:
+        self.clock = clock  # a profile puts one around it while it runs, between steps
         self._runner = runner
         self._speculator = speculator
-        self._clock = clock
         self._device = sampling.device
         self._vocab_size = sampling.vocab_size
         self._rows = Rows(sampling)
@@ -157,7 +157,7 @@ class ModelExecutor(Executor):
         self._broken: dict[int, str] = {}  # rows whose own bookkeeping raised: their spans fail, nobody else's
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self._clock.start()
+        self.clock.start()
         try:
             with torch.inference_mode():
                 return self._execute(plan)
@@ -168,22 +168,22 @@ class ModelExecutor(Executor):
 
     def _execute(self, plan: StepPlan) -> StepResult:
         if plan.ends or plan.begins or plan.commits:
-            with self._clock.phase(Phase.OBSERVE):
+            with self.clock.phase(Phase.OBSERVE):
                 self._settle(plan)
         spans = [span for span in plan.spans if span.row not in self._broken]
         if not spans:
             results = [failed_result(self._broken[span.row]) for span in plan.spans]
-            return StepResult(tuple(results), self._clock.read(), target_forwards=0, draft_forwards=0)
+            return StepResult(tuple(results), self.clock.read(), target_forwards=0, draft_forwards=0)
         rows = [self._rows[span.row] for span in spans]
         drafted = self._draft(spans, rows)
-        with self._clock.phase(Phase.VERIFY):
+        with self.clock.phase(Phase.VERIFY):
             batch = self._batches.build(spans, rows, drafted.lengths, drafted.draft)
             output = self._runner.forward(batch)
             self._keep(batch, output)
         results = self._judge(batch, drafted, output)
         by_row = dict(zip((span.row for span in spans), results, strict=True))
         answers = (by_row.get(span.row) or failed_result(self._broken[span.row]) for span in plan.spans)
-        return StepResult(tuple(answers), self._clock.read(), 1, drafted.draft.num_forwards)
+        return StepResult(tuple(answers), self.clock.read(), 1, drafted.draft.num_forwards)
 
     # ---- OBSERVE: row changes ----
 
@@ -243,7 +243,7 @@ class ModelExecutor(Executor):
             none = empty_draft(len(sampling), width, self._device)
             zeros = (0,) * len(spans)
             return _Drafted(none, zeros, zeros, zeros)
-        with self._clock.phase(Phase.DRAFT):
+        with self.clock.phase(Phase.DRAFT):
             wanted = [_draft_row(spans[sampling[place]], rows[sampling[place]]) for place in asking]
             draft = self._speculator.propose(wanted)
             lengths, depths, sources = self._read(draft, wanted)
@@ -289,7 +289,7 @@ class ModelExecutor(Executor):
         if not batch.sampling_spans and not batch.prompts:
             self._wait()
             return [CHUNK_RESULT] * len(batch.spans)
-        with self._clock.phase(Phase.ACCEPT):
+        with self.clock.phase(Phase.ACCEPT):
             verdict = accept(output.logits, drafted.draft, batch.sampling)
             asked = verdict_logprobs(output.logits, verdict, batch.sampling)
             verdicts, parts = self._bring_back(verdict, asked, self._prompt_logprobs(batch, output))

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from engine.handover import Mailbox, Waker, WireFailure
+from engine.handover import Mailbox, ProfileLine, Waker, WireFailure
 from engine.peers import Peer
 from engine.sequence import Arrival, Gone
 from engine.socket_path import check_socket_path
@@ -37,6 +37,7 @@ from protocol.messages import (
     Hello,
     Load,
     Ping,
+    Profile,
     StepOutput,
     Submit,
 )
@@ -68,9 +69,10 @@ class Wire:
         self.refused_messages = 0
         self.frontends_cut_off = 0
         self._address = address
-        self._mailbox = Mailbox()
         self._outbox: deque[tuple[dict[str, StepOutput], StepOutput]] = deque()
         self._bell = Waker()
+        self.profiles = ProfileLine(self._bell.ring)
+        self._mailbox = Mailbox(self.profiles)
         self._attached: tuple[str, ...] = ()
         self._switchboard = _Switchboard(self, hello, clock_ns)
         self._thread = threading.Thread(target=self._run, name="wire", daemon=True)
@@ -221,6 +223,9 @@ class _Switchboard:
             self._update_paused()
         if was_backlogged:
             self._mailbox.touch()  # every frontend was paused; now none is for that reason
+        for frontend_id, reply in self._wire.profiles.take_answers():
+            if frontend_id in self._peers:
+                self._deliver(self._peers[frontend_id], encode(reply))
 
     def _deliver(self, peer: Peer, payload: bytes) -> bool:
         """Send to an attached frontend, never waiting. A frontend that cannot take it is gone."""
@@ -308,7 +313,7 @@ class _Switchboard:
         elif isinstance(message, Detach):
             self._forget(peer)
             self._mailbox.put(peer.frontend_id, message)
-        elif isinstance(message, Submit | Close):
+        elif isinstance(message, Submit | Close | Profile):
             if isinstance(message, Submit) and message.trace_level > 0:
                 message = msgspec.structs.replace(message, received_ns=self._clock_ns())
             if self._mailbox.put(peer.frontend_id, message) > MAX_PENDING:

@@ -1,4 +1,4 @@
-"""What one attachment to an engine knows: which steps were applied, which streams are open, which fences are asked.
+"""What one attachment to an engine knows: which steps were applied, which streams are open, which questions are asked.
 
 Owns the meaning of the engine's messages: gap detection, order (totals before tokens), continuity of an epoch. Never
 touches a socket and never waits. Driven by frontend.engine_client, one object per attachment.
@@ -7,6 +7,7 @@ touches a socket and never waits. Driven by frontend.engine_client, one object p
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from frontend.request_trace import RequestTrace
 from frontend.stream_trace import StreamTrace
@@ -18,12 +19,14 @@ from protocol.messages import (
     FromEngine,
     Heartbeat,
     Hello,
+    ProfileReply,
     SequenceOutput,
     StepOutput,
 )
 from protocol.reasons import DetachReason
 
 Observe = Callable[[FromEngine], None]
+_Reply = TypeVar("_Reply")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Attachment:
         self._observe = observe
         self._expectation = expectation
         self._fences: dict[int, asyncio.Future[FenceReply]] = {}
+        self._profiles: dict[int, asyncio.Future[ProfileReply]] = {}
 
     def apply(self, message: FromEngine) -> None:
         """Take in one message. Raises `Lost`."""
@@ -83,6 +87,8 @@ class Attachment:
             raise Lost("it restarted")
         elif isinstance(message, StepOutput):
             self._apply_step(message)
+        elif isinstance(message, ProfileReply):
+            _answer(self._profiles, message.nonce, message)
         else:
             self._apply_snapshot(message)
 
@@ -94,19 +100,19 @@ class Attachment:
 
     def expect_fence(self, nonce: int) -> "asyncio.Future[FenceReply]":
         """The future answer to a fence; cancelling it forgets it."""
-        reply: asyncio.Future[FenceReply] = asyncio.get_running_loop().create_future()
-        self._fences[nonce] = reply
-        reply.add_done_callback(lambda _: self._fences.pop(nonce, None))
-        return reply
+        return _expect(self._fences, nonce)
+
+    def expect_profile(self, nonce: int) -> "asyncio.Future[ProfileReply]":
+        """As for a fence."""
+        return _expect(self._profiles, nonce)
 
     def end(self, reason: str) -> None:
         """Fail everything that still waits for this engine."""
         for stream in self.streams.values():
             stream.fail(reason)
         self.streams.clear()
-        for fence in list(self._fences.values()):
-            if not fence.done():
-                fence.set_exception(EngineLost(reason))
+        _fail(self._fences, reason)
+        _fail(self._profiles, reason)
 
     def _apply_hello(self, hello: Hello) -> None:
         if self.hello is not None:
@@ -151,6 +157,24 @@ class Attachment:
         if isinstance(message, Heartbeat):
             self.wall_offset_ns = message.wall_ns - message.monotonic_ns
         if isinstance(message, FenceReply):
-            fence = self._fences.get(message.nonce)
-            if fence is not None and not fence.done():
-                fence.set_result(message)
+            _answer(self._fences, message.nonce, message)
+
+
+def _expect(waiting: dict[int, asyncio.Future[_Reply]], nonce: int) -> asyncio.Future[_Reply]:
+    reply: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
+    waiting[nonce] = reply
+    reply.add_done_callback(lambda _: waiting.pop(nonce, None))
+    return reply
+
+
+def _answer(waiting: dict[int, asyncio.Future[_Reply]], nonce: int, reply: _Reply) -> None:
+    """An answer that came too late has nobody to wait for it."""
+    expected = waiting.get(nonce)
+    if expected is not None and not expected.done():
+        expected.set_result(reply)
+
+
+def _fail(waiting: dict[int, asyncio.Future[_Reply]], reason: str) -> None:
+    for reply in list(waiting.values()):
+        if not reply.done():
+            reply.set_exception(EngineLost(reason))

@@ -36,6 +36,9 @@ from protocol.messages import (
     FromFrontend,
     Hello,
     Ping,
+    Profile,
+    ProfileAction,
+    ProfileReply,
     SimScript,
     Submit,
 )
@@ -168,6 +171,16 @@ class EngineClient:
             return FenceResult(None, missed=True)
         except EngineLost:
             return FenceResult(None, missed=False)
+
+    async def profile(self, action: ProfileAction, timeout_s: float) -> ProfileReply:
+        """The engine's answer. Raises `EngineLost` and TimeoutError."""
+        connection = self._attached()
+        nonce = next(self._nonces)
+        reply = connection.attachment.expect_profile(nonce)
+        if not connection.send(Profile(nonce, action)):
+            reply.cancel()
+            raise EngineLost("the engine takes no more messages")
+        return await asyncio.wait_for(reply, timeout_s)
 
     @property
     def num_open_streams(self) -> int:

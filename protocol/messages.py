@@ -194,7 +194,19 @@ class Detach(_Wire, frozen=True, tag=6):
     """The frontend leaves: everything it submitted is aborted."""
 
 
-FromFrontend = Attach | Submit | Close | Ping | Fence | Detach
+class ProfileAction(IntEnum):
+    START = 0
+    STOP = 1
+
+
+class Profile(_Wire, frozen=True, tag=7):
+    """Begin or end a profile of the engine's steps; answered by `ProfileReply`."""
+
+    nonce: int
+    action: ProfileAction
+
+
+FromFrontend = Attach | Submit | Close | Ping | Fence | Detach | Profile
 
 # ---- engine -> frontend ----
 
@@ -265,4 +277,23 @@ class Detached(_Wire, frozen=True, tag=5):
     reason: DetachReason
 
 
-FromEngine = Hello | StepOutput | Heartbeat | FenceReply | Detached
+class ProfileOutcome(IntEnum):
+    DONE = 0
+    REFUSED = 1  # this engine never profiles
+    CONFLICT = 2  # not now: one is running already, or none is
+    FAILED = 3
+
+
+class ProfileReply(_Wire, frozen=True, tag=6):
+    """The answer to one `Profile`. Requests are never harmed, whatever the outcome."""
+
+    engine_id: str
+    epoch: int
+    nonce: int
+    outcome: ProfileOutcome
+    message: str  # a sentence for the admin
+    path: str | None = None  # of the trace, on the engine's machine; only of a profile that ended
+    num_steps: int = 0  # with rows, that the trace holds
+
+
+FromEngine = Hello | StepOutput | Heartbeat | FenceReply | Detached | ProfileReply
