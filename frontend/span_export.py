@@ -42,7 +42,8 @@ class QueueSettings:
 
 @dataclass(frozen=True)
 class ExportStats:
-    """The account so far, in spans; `failures` in attempts. put == exported + sum(dropped) + size + in_flight."""
+    """The account so far, in spans; `failures` in attempts. put == exported + sum(dropped) + size + in_flight, but for a
+    batch that changes hands while it is read."""
 
     put: int
     exported: int
@@ -227,8 +228,8 @@ class _Account:
                     break
                 records.append(queued.popleft())
                 num_spans += more
+            self.in_flight += num_spans  # first: whoever reads no queue left must read where it went
             self.taken += num_spans
-            self.in_flight += num_spans
         return records, num_spans
 
     def settle(self, *, exported: int = 0, failed: int = 0, rejected: int = 0, unsent: int = 0) -> None:
