@@ -14,6 +14,7 @@ import time
 
 import uvloop
 
+from frontend.admin import AdminKeys
 from frontend.admission import Admission
 from frontend.app import Listener, build_app
 from frontend.chat_template import TemplateError
@@ -21,8 +22,10 @@ from frontend.config import FrontendConfig
 from frontend.deltas import IntervalLog, LatestSnapshot
 from frontend.engine_client import EngineClient
 from frontend.engine_families import EngineView
+from frontend.log_format import configure_logging
 from frontend.metrics import FrontendMetrics
 from frontend.server import Server
+from frontend.telemetry import start_telemetry
 from frontend.text import Text, load_text
 from protocol.model_files import ModelFilesError, resolve
 from protocol.options import from_process, refuse
@@ -37,14 +40,13 @@ logger = logging.getLogger("frontend")
 
 def main() -> int:
     config = from_process(FrontendConfig, program=PROGRAM)
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
-    )
+    configure_logging(config.log_level, config.log_format)
     started_s = time.monotonic()
     try:
         files = resolve(config.model)
         text = load_text(files)
         model_name = check_served_model_name(config.served_model_name or files.name)
+        admin = AdminKeys.load(config.admin_key_file)
     except (ModelFilesError, TemplateError, ValueError) as error:
         refuse(PROGRAM, str(error))
     logger.info(
@@ -55,10 +57,10 @@ def main() -> int:
         time.monotonic() - started_s,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(config, text, model_name))
+        return runner.run(_run(config, text, model_name, admin))
 
 
-async def _run(config: FrontendConfig, text: Text, model_name: str) -> int:
+async def _run(config: FrontendConfig, text: Text, model_name: str, admin: AdminKeys) -> int:
     latest = LatestSnapshot()
     engine = EngineClient(
         config.engine,
@@ -67,6 +69,10 @@ async def _run(config: FrontendConfig, text: Text, model_name: str) -> int:
         expected_model_name=model_name,
     )
     metrics = FrontendMetrics(text.context_length)
+    try:
+        telemetry = start_telemetry(config, os.environ, metrics, latest, lambda: _is_reporter(latest, engine))
+    except (ValueError, OSError) as error:
+        refuse(PROGRAM, str(error))
     server = Server(
         config=config,
         engine=engine,
@@ -76,6 +82,8 @@ async def _run(config: FrontendConfig, text: Text, model_name: str) -> int:
         view=lambda: _view(latest, engine),
         model_name=model_name,
         started_s=int(time.time()),
+        tracer=telemetry.tracer,
+        admin=admin,
     )
     listener = Listener(build_app(server), config)
     stopping = _stop_signals()
@@ -97,6 +105,7 @@ async def _run(config: FrontendConfig, text: Text, model_name: str) -> int:
     for task in (intervals, refused, signalled):
         task.cancel()
     await asyncio.gather(intervals, refused, signalled, return_exceptions=True)
+    telemetry.close()
     return code
 
 
@@ -128,6 +137,11 @@ def _stop_signals() -> asyncio.Event:
         with contextlib.suppress(NotImplementedError):  # platforms without signal handlers on the loop
             loop.add_signal_handler(number, stopping.set)
     return stopping
+
+
+def _is_reporter(latest: LatestSnapshot, engine: EngineClient) -> bool:
+    """Whether this frontend exports the engine's totals: of all that are attached, one does."""
+    return latest.hello is not None and engine.frontend_id == latest.load.reporter
 
 
 def _view(latest: LatestSnapshot, engine: EngineClient) -> EngineView | None:

@@ -15,10 +15,11 @@ from typing import Any
 
 from aiohttp import web
 
-from frontend import completions, health, token_routes
+from frontend import completions, health, profiling, token_routes
 from frontend.config import FrontendConfig
 from frontend.connections import ConnectionHandler, begin_serving, end_serving
 from frontend.errors import ApiError
+from frontend.log_format import CURRENT_TRACE_ID, AccessLogger
 from frontend.openai import REQUEST_ID_PATTERN
 from frontend.server import REQUEST_ID, SERVER, TRACE, Server
 from frontend.span_attributes import describe_http, describe_status, error_type
@@ -45,6 +46,8 @@ def build_app(server: Server) -> web.Application:
     app.router.add_get("/v1/models/{model:.+}", health.model)
     app.router.add_post("/tokenize", token_routes.tokenize)
     app.router.add_post("/detokenize", token_routes.detokenize)
+    app.router.add_post("/start_profile", profiling.start_profile)
+    app.router.add_post("/stop_profile", profiling.stop_profile)
     for path, handler in (
         ("/health", health.health),
         ("/ready", health.ready),
@@ -67,6 +70,7 @@ class Listener:
         access_log = logging.getLogger("frontend.access") if config.access_log else None
         self._connection_options: dict[str, Any] = {
             "access_log": access_log,
+            "access_log_class": AccessLogger,
             "keepalive_timeout": config.keep_alive_s,
             "max_field_size": MAX_HEADER_BYTES,
         }
@@ -156,12 +160,13 @@ def _begin_trace(request: web.Request, route: str) -> None:
     server = request.app[SERVER]
     level = None
     if LEVEL_HEADER in request.headers:
-        is_admin = server.admin is not None and server.admin.allows(request.headers.get("Authorization"))
+        is_admin = server.admin.allows(request.headers.get("Authorization"))
         level = level_asked(request.headers[LEVEL_HEADER], is_admin, is_tracing=server.tracer is not None)
     if server.tracer is not None:
         trace = server.tracer.begin(request, f"{request.method} {route}", level)
         if trace is not None:
             request[TRACE] = trace
+            CURRENT_TRACE_ID.set(trace.trace_id)
             describe_http(trace, request, route)
 
 

@@ -15,11 +15,12 @@ import msgspec
 
 from protocol.codec import decode_counters
 from protocol.counters import Counters
-from protocol.messages import Detached, FromEngine, Hello, Load
+from protocol.messages import FenceReply, FromEngine, Heartbeat, Hello, Load, StepOutput
 
 logger = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 10.0
+Snapshot = Hello | StepOutput | Heartbeat | FenceReply  # the messages that carry totals
 
 
 class EndedEpoch(NamedTuple):
@@ -27,6 +28,7 @@ class EndedEpoch(NamedTuple):
 
     hello: Hello
     counters: msgspec.Raw
+    load: Load
 
 
 class Heard(NamedTuple):
@@ -54,7 +56,7 @@ class LatestSnapshot:
 
     def observe(self, message: FromEngine) -> None:
         """Take in one message; cheap, because it decodes nothing."""
-        if isinstance(message, Detached):
+        if not isinstance(message, Snapshot):
             return
         heard = self.heard
         if heard is None or message.epoch != heard.hello.epoch:
@@ -100,7 +102,7 @@ class LatestSnapshot:
         ended = None
         if self.heard is not None:
             self._past_epochs.add(self.heard.hello.epoch)
-            ended = EndedEpoch(self.heard.hello, self.heard.counters)
+            ended = EndedEpoch(self.heard.hello, self.heard.counters, self.heard.load)
         self.heard = Heard(hello, hello.step_id, hello.counters, hello.load, ended)
 
 

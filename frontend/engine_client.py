@@ -105,6 +105,12 @@ class EngineClient:
         return self._connection.attachment.hello if self._connection is not None and self.ready else None
 
     @property
+    def frontend_id(self) -> str | None:
+        """How the attached engine knows this frontend; None while none is attached."""
+        connection = self._connection
+        return connection.frontend_id if connection is not None and self.ready else None
+
+    @property
     def ready(self) -> bool:
         """Attached to an engine that fits. When False, `down_reason` says why; when True that is None."""
         return self.down_reason is None
@@ -243,14 +249,14 @@ class _Connection:
         self._on_attached = on_attached
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
-        self._frontend_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(6)}"
+        self.frontend_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(6)}"
         self._acknowledged = 0
         self._heard_at = self._sent_at = self._loop.time()
         self._is_connected = False
         self._socket = context.socket(zmq.DEALER)
         for option, value in _SOCKET_OPTIONS.items():
             self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.IDENTITY, self._frontend_id.encode())
+        self._socket.setsockopt(zmq.IDENTITY, self.frontend_id.encode())
         self._monitor = self._socket.get_monitor_socket(_CONNECTION_EVENTS)
         self._socket.connect(address)
         self._descriptors = [_descriptor(self._socket), _descriptor(self._monitor)]
@@ -327,7 +333,7 @@ class _Connection:
         if event == zmq.Event.HANDSHAKE_SUCCEEDED and not self._is_connected:
             self._is_connected = True
             self._heard_at = self._loop.time()
-            self.send(Attach(self._frontend_id, SCHEMA_VERSION))
+            self.send(Attach(self.frontend_id, SCHEMA_VERSION))
         elif event == zmq.Event.DISCONNECTED and self._is_connected:
             self._is_connected = False
             self._read_messages()  # what it said last may be the reason

@@ -82,6 +82,7 @@ class Job:
     priority: int = 0
     sim: SimScript | None = None
     asked_max_tokens: int | None = None
+    operation: str = "text_completion"  # gen_ai.operation.name
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -161,7 +162,13 @@ class Generation:
                 self._record(running, child, reason)
         if not self._has_ended:
             self._has_ended = True
-            self.metrics.request_ended(max((choice.num_tokens for choice in self.choices), default=0))
+            self.metrics.request_ended(
+                max((choice.num_tokens for choice in self.choices), default=0),
+                seconds=self.clock() - self.arrived_s,
+                operation=self.job.operation,
+                error_type=None if self._is_whole else reason,
+                trace=self._exemplar,
+            )
 
     def _submit(self, prompt: Prompt) -> None:
         job = self.job
@@ -187,6 +194,15 @@ class Generation:
     @property
     def cached_tokens(self) -> int:
         return sum(running.report.num_cached_tokens for running in self._running if running.report is not None)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Every child ended by itself: the request succeeded."""
+        return all(choice.is_closed and choice.failure is None for choice in self.choices)
+
+    @property
+    def _exemplar(self) -> tuple[str, str] | None:
+        return None if self.trace is None else self.trace.exemplar
 
     @property
     def first_token_s(self) -> float | None:
@@ -265,12 +281,12 @@ class Generation:
             return
         if times.first_token_s is None:
             times.first_token_s = times.last_token_s = now_s
-            self.metrics.first_token(now_s - self.arrived_s)
+            self.metrics.first_token(now_s - self.arrived_s, self._exemplar, self.job.operation)
             step_sizes = step_sizes[1:]
         last_s = now_s if times.last_token_s is None else times.last_token_s
         for num_tokens in step_sizes:
             # Steps that were merged arrived together: each gets its share of the gap, so that the sum stays true.
-            self.metrics.step_gap((now_s - last_s) / len(step_sizes), num_tokens)
+            self.metrics.step_gap((now_s - last_s) / len(step_sizes), num_tokens, self._exemplar)
         times.last_token_s = now_s
 
     def _failed(self, running: _Running, child: int, finish: Finish) -> ApiError:
@@ -318,7 +334,9 @@ class Generation:
                 queue_s=queue_s,
                 prefill_s=prefill_s,
                 decode_s=None if times.first_token_s is None else last_s - times.first_token_s,
-            )
+                operation=self.job.operation,
+            ),
+            self._exemplar,
         )
 
     def _waits(self, running: _Running, times: _Times, now_s: float) -> tuple[float, float | None]:

@@ -126,7 +126,8 @@ def job_of(draft: Draft, text: Text, hello: Hello, spec_decode_metrics: str = "n
     asked = request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         asked = request.max_completion_tokens
-    return Job(tuple(prompts), draft.n, settings, priority, sim, asked)
+    operation = "chat" if isinstance(request, ChatRequest) else "text_completion"
+    return Job(tuple(prompts), draft.n, settings, priority, sim, asked, operation)
 
 
 def _token_ids(

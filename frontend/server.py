@@ -6,12 +6,13 @@ read by `frontend.completions` and `frontend.health`.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ParamSpec, Protocol, TypeVar
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
+from frontend.admin import AdminKeys
 from frontend.admission import Admission
 from frontend.bodies import LARGE_BODY_BYTES
 from frontend.config import FrontendConfig
@@ -49,14 +50,6 @@ class Engine(Submitter, Protocol):
     async def fence(self) -> Fenced: ...
 
 
-class AdminGate(Protocol):
-    """Who may use what is not for every client (`frontend.admin.AdminKeys`)."""
-
-    def allows(self, authorization: str | None) -> bool:
-        """Whether an Authorization header carries an admin key."""
-        ...
-
-
 @dataclass(slots=True)
 class Server:
     """`view` gives the newest snapshot of the engine, None before its first Hello."""
@@ -70,7 +63,7 @@ class Server:
     model_name: str
     started_s: int  # unix time: `created` of the model
     tracer: Tracer | None = None  # None while tracing is off
-    admin: AdminGate | None = None  # None: nobody is an admin
+    admin: AdminKeys = field(default_factory=AdminKeys)  # none: nobody is an admin
 
     def hello(self) -> Hello:
         """The attached engine's description. Raises ApiError(503)."""

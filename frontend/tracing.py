@@ -26,7 +26,7 @@ from frontend.otlp_environment import (
 from frontend.otlp_transport import Collector, connect
 from frontend.span_encoding import SpanEncoder, SpanLimits
 from frontend.span_export import DEFAULT_CLOSE_S, ExportStats, QueueSettings, SpanQueue
-from frontend.spans import Resource
+from frontend.spans import Attributes, Resource
 
 FRONTEND_SERVICE = "drafthouse-frontend"
 ENGINE_SERVICE = "drafthouse-engine"
@@ -104,6 +104,11 @@ def start_tracing(settings: TracingSettings) -> Tracing:
         settings.queue.batch_size,
     )
     return Tracing(sink, settings.resource)
+
+
+def resource_of(environment: Mapping[str, str]) -> Attributes:
+    """Who this frontend is, for metrics that are exported while tracing is off."""
+    return tuple((_own_attributes() | resource_attributes_from(environment)).items())
 
 
 def _own_attributes() -> dict[str, str | int]:

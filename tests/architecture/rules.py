@@ -111,6 +111,7 @@ FRONTEND_LAYERS = {
     "frontend.prompts": 3.7,
     "frontend.tracer": 3.75,
     "frontend.server": 3.8,
+    "frontend.telemetry": 3.85,
     "frontend.span_attributes": 3.9,
     "frontend.completions": 4,
     "frontend.health": 4,
