@@ -50,7 +50,7 @@ class Collector:
     """Where requests go, and how."""
 
     protocol: OtlpProtocol
-    address: str  # HTTP: the whole URL; gRPC: host:port
+    address: str = field(repr=False)  # HTTP: the whole URL, which may hold a password; gRPC: host:port
     is_secure: bool  # TLS; for HTTP the URL says the same
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # lower-case names; may hold keys
     timeout_s: float = 10.0
