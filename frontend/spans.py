@@ -83,6 +83,12 @@ class RoundParent(msgspec.Struct, frozen=True, gc=False):
     level: TraceLevel
     speculates: bool  # without a speculator a round has neither spec_draft nor spec_verify
 
+    @property
+    def spans_per_round(self) -> tuple[int, int]:
+        """Spans of a (plain, drafting) round."""
+        steps = 1 if self.level >= TraceLevel.STEPS else 0
+        return (steps + 1, steps + 2) if self.speculates else (steps, steps)
+
 
 class RoundRecord(msgspec.Struct, frozen=True, gc=False):
     """One round of one traced child, not yet expanded: spec_draft (d >= 1), spec_verify, and decode_loop at level 3."""
@@ -92,13 +98,7 @@ class RoundRecord(msgspec.Struct, frozen=True, gc=False):
     started_ns: int  # of the step, engine's monotonic clock
     phases: PhaseTimes
     round: Round
-
-    @property
-    def num_spans(self) -> int:
-        spans = 1 if self.parent.level >= TraceLevel.STEPS else 0
-        if self.parent.speculates:
-            spans += 2 if self.round.drafted else 1
-        return spans
+    num_spans: int  # it becomes: parent.spans_per_round
 
 
 Record = SpanRecord | RoundRecord

@@ -21,7 +21,7 @@ from frontend.spans import (
     end_of_step,
     new_span_id,
 )
-from protocol.messages import Event, EventKind, Finish, Hello, Phase, Round, SequenceOutput, StepOutput
+from protocol.messages import Event, EventKind, Finish, Hello, Phase, PhaseTimes, Round, SequenceOutput, StepOutput
 from protocol.reasons import FinishReason
 
 
@@ -63,8 +63,8 @@ class _Child:
     chunk_end_ns: int | None = None
     prefill_id: bytes | None = None
     decode: RoundParent | None = None
-    decoded_ns: int = 0
-    is_on_device: bool = False
+    spans_per_round: tuple[int, int] = (0, 0)
+    decoded: tuple[int, PhaseTimes] | None = None  # step of the last round: its start, its phases
     cached_tokens: int | None = None
     totals: _Totals = field(default_factory=_Totals)
     num_tokens: int = 0
@@ -105,7 +105,7 @@ class StreamTrace:
             self._on_first_token(child, output, step)
         if is_last:
             # The step that carries the last word ran after what it tells: its start is when the engine knew.
-            self._end(output.index, child, max(step.started_ns, child.decoded_ns), _error_of(output.finish))
+            self._end(output.index, child, max(step.started_ns, _decoded_ns(child)), _error_of(output.finish))
 
     def closing(self, index: int, kept: int) -> None:
         """The frontend closes a child of which so many tokens belong to the answer."""
@@ -168,13 +168,15 @@ class StreamTrace:
         decode = child.decode
         if decode is None:
             decode = child.decode = self._begin_decode(child, step)
+            child.spans_per_round = decode.spans_per_round
         if self.level >= TraceLevel.ROUNDS:
-            record = RoundRecord(decode, child.totals.rounds, step.started_ns, step.phases, round_)
-            if record.num_spans:
-                self._around.sink.put(record)
+            num_spans = child.spans_per_round[round_.drafted > 0]
+            if num_spans:
+                self._around.sink.put(
+                    RoundRecord(decode, child.totals.rounds, step.started_ns, step.phases, round_, num_spans)
+                )
         child.totals.add(round_)
-        child.is_on_device = step.phases.on_device
-        child.decoded_ns = step.started_ns + end_of_step(step.phases)
+        child.decoded = (step.started_ns, step.phases)
 
     def _begin_decode(self, child: _Child, step: StepOutput) -> RoundParent:
         if child.prefilled_ns is None:
@@ -221,7 +223,7 @@ class StreamTrace:
             self._end_prefill(index, child, ended_ns, error)
         if child.decode is not None and child.prefilled_ns is not None:
             attributes = _index_attribute(index) + _decode_attributes(child)
-            ended_ns = max(child.decoded_ns, ended_ns if error is not None else 0)
+            ended_ns = max(_decoded_ns(child), ended_ns if error is not None else 0)
             events = tuple(child.events)
             self._put(
                 "decode_forward",
@@ -268,6 +270,11 @@ class StreamTrace:
         )
 
 
+def _decoded_ns(child: _Child) -> int:
+    """When its last round was over; 0 without one. Asked once, so that a round costs only a reference."""
+    return 0 if child.decoded is None else child.decoded[0] + end_of_step(child.decoded[1])
+
+
 def _index_attribute(index: int) -> Attributes:
     """The children of n are told apart; a request with one child needs no number."""
     return (("index", index),) if index else ()
@@ -283,7 +290,7 @@ def _decode_attributes(child: _Child) -> Attributes:
         ("num_correct_drafts", totals.correct_drafts),
         ("num_cut_tokens", totals.cut),
         ("num_trimmed_tokens", trimmed),
-        ("clock", "device" if child.is_on_device else "host"),
+        ("clock", "device" if child.decoded is not None and child.decoded[1].on_device else "host"),
     )
 
 

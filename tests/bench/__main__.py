@@ -14,7 +14,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import load
+from tests.bench import load, tracing
 from tests.bench.step_overhead import measure_step_overhead
 from tests.e2e.servers import serve
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="new tokens per request (default 128)")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions; medians are printed (default 3)")
     parser.add_argument("--dtype", default="auto", help="weights of the embedded model (default auto)")
-    parser.add_argument("--only", choices=["model", "front", "step"], help="one table only")
+    parser.add_argument("--only", choices=["model", "front", "step", "tracing"], help="one table only")
     options = parser.parse_args()
     console = Console()
     console.print(describe_machine())
@@ -35,6 +35,9 @@ def main() -> None:
         console.print(step_table())
     if options.only in (None, "front"):
         console.print(front_table(options.repeats))
+    if options.only in (None, "tracing"):
+        console.print(tracing.cost_table(options.repeats))
+        console.print(tracing.flood_table())
     if options.only in (None, "model"):
         console.print(model_table(options))
 

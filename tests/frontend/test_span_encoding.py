@@ -77,6 +77,7 @@ def one_round(
 ) -> RoundRecord:
     verdict = Round(drafted, drafted, accepted, 1, 0, source, False)
     fields: dict[str, object] = {"parent": under, "ordinal": 3, "started_ns": 1000, "phases": PHASES, "round": verdict}
+    fields["num_spans"] = under.spans_per_round[verdict.drafted > 0]
     return RoundRecord(**(fields | changes))  # type: ignore[arg-type]
 
 

@@ -53,7 +53,8 @@ def stage(number: int = 0, **changes: object) -> SpanRecord:
 
 
 def one_round(drafted: int = 2) -> RoundRecord:
-    return RoundRecord(PARENT, 0, 0, PHASES, Round(drafted, drafted, 0, 1, 0, 0, False))
+    num_spans = PARENT.spans_per_round[drafted > 0]
+    return RoundRecord(PARENT, 0, 0, PHASES, Round(drafted, drafted, 0, 1, 0, 0, False), num_spans)
 
 
 class Collecting:
@@ -139,7 +140,7 @@ def test_rounds_leave_the_last_tenth_to_the_stages():
 def test_a_round_without_spans_takes_no_place():
     parent = RoundParent(RESOURCE, TRACE, b"decodefw", 0, (), TraceLevel.ROUNDS, False)
     queue = queue_to(Collecting())
-    queue.put(RoundRecord(parent, 0, 0, PHASES, Round(0, 0, 0, 1, 0, 0, False)))
+    queue.put(RoundRecord(parent, 0, 0, PHASES, Round(0, 0, 0, 1, 0, 0, False), parent.spans_per_round[False]))
     assert queue.stats.put == 0 and queue.stats.size == 0
 
 
