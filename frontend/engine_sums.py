@@ -125,7 +125,7 @@ class EngineReporter:
         rest = self._rest_of_ended(heard, now_ns)
         if not self._is_reporter():
             if self._accounted is not None and not self._accounted.is_of(heard):
-                pass  # another reports; who has only lost its engine keeps its position
+                self._next = None  # another reports; who has only lost its engine keeps its position
                 self._accounted = self._accounted if rest else None
             return rest
         totals = decode_counters(heard.counters)
@@ -142,11 +142,17 @@ class EngineReporter:
         self._accounted = self._next
 
     def _rest_of_ended(self, heard: Heard, now_ns: int) -> list[EngineReport]:
-        """What an epoch came to that ended while this frontend was its reporter."""
+        """What an epoch came to that ended while this frontend was its reporter.
+
+        Totals only if it was the only frontend: if it was cut off before the engine died, another has reported later ones,
+        and an older total behind them would look like a reset.
+        """
         ended, before = heard.ended, self._accounted
         if before is None or ended is None:
             return []
         if (before.epoch, before.reporter) != (ended.hello.epoch, ended.load.reporter):
+            return []
+        if not self._is_delta and ended.load.frontends > 1:
             return []
         return [self._report(ended.hello, decode_counters(ended.counters), before, now_ns)]
 

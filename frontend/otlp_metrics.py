@@ -160,6 +160,7 @@ class _Export:
         self._sdk_log = _SdkLog()
         self._exporter = _exporter(settings)
         self._is_failing = False
+        self._is_given_up = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="otlp metrics", daemon=True)
         self._thread.start()
@@ -170,6 +171,7 @@ class _Export:
         deadline_s = time.monotonic() + timeout_s
         self._closing.set()
         self._thread.join(timeout_s * LAST_EXPORT_SHARE)
+        self._is_given_up = True
         self._exporter.shutdown()  # ends a wait between two attempts
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         self._sdk_log.restore()
@@ -184,7 +186,7 @@ class _Export:
             has_arrived = self._send()
         except Exception:
             has_arrived = False
-            if not self._is_failing:
+            if not self._is_failing and not self._is_given_up:
                 logger.exception("otlp metrics could not be exported")
         if has_arrived is None:
             return
@@ -192,7 +194,7 @@ class _Export:
         if not has_arrived:
             self.failures += 1
             if not self._is_failing:
-                logger.warning("otlp metrics fail endpoint=%s reason=%s", endpoint, self._sdk_log.reason)
+                logger.warning("otlp metrics fail endpoint=%s reason=%r", endpoint, self._sdk_log.reason)
         elif self._is_failing:
             logger.info("otlp metrics arrive again endpoint=%s failures=%d", endpoint, self.failures)
         self._is_failing = not has_arrived
@@ -209,6 +211,7 @@ class _Export:
             found.append(_engine_metrics(report, attributes, temporality))
         if not found:
             return None
+        self._sdk_log.reason = _SdkLog.NO_TIME
         if self._exporter.export(MetricsData(found)) is not MetricExportResult.SUCCESS:
             return False
         self._engine.exported()
@@ -222,10 +225,11 @@ class _SdkLog(logging.Handler):
     """
 
     LOGGER: Final = "opentelemetry.exporter.otlp"
+    NO_TIME: Final = "no time for another attempt"  # all they say when the first wait would be too long
 
     def __init__(self) -> None:
         super().__init__()
-        self.reason = "unknown"
+        self.reason = self.NO_TIME
         self._logger = logging.getLogger(self.LOGGER)
         self._logger.addHandler(self)
         self._logger.propagate = False
