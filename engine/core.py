@@ -133,7 +133,7 @@ class EngineCore:
         errands = errands or NoErrands()
         while not self._is_over():
             errands.run()
-            if self._may_step(errands.deadline_ns):
+            if self._may_step(errands):
                 self.step()
             if self._device_failure is not None:
                 logger.critical("device_failure reason=%r", self._device_failure)
@@ -212,11 +212,11 @@ class EngineCore:
             return False
         return self.ledger.num_open == 0 or self._now_ns() >= self._drain_until_ns
 
-    def _may_step(self, errand_ns: int | None) -> bool:
+    def _may_step(self, errands: Errands) -> bool:
         """Wait for a reason to step. A plan that came out empty stays so until something arrives or expires."""
         if self._had_rows and self.scheduler.has_work:
             return True
-        reasons_ns = (self.scheduler.next_deadline_ns, self._drain_until_ns, errand_ns)
+        reasons_ns = (self.scheduler.next_deadline_ns, self._drain_until_ns, errands.deadline_ns)
         limits_ns = [at_ns for at_ns in reasons_ns if at_ns is not None]
         timeout_s = max(0.0, (min(limits_ns) - self._now_ns()) / 1e9) if limits_ns else None
         if self.inbox.wait(timeout_s):

@@ -10,10 +10,13 @@ import select
 import socket
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import TypeVar
 
 from engine.sequence import Arrival, Gone
 from protocol.messages import Close, Detach, Profile, ProfileReply, Submit
+
+_T = TypeVar("_T")
 
 MAX_WAIT_S = 3600.0  # poll takes at most 2**31 ms, and a deadline may lie centuries ahead; whoever waits looks again
 
@@ -76,20 +79,23 @@ class ProfileLine:
         self._questions.append((frontend_id, question))
         return len(self._questions)
 
-    def take_questions(self) -> Iterator[tuple[str, Profile]]:
+    def take_questions(self) -> list[tuple[str, Profile]]:
         """For the step thread: what was asked, with the frontend that waits for the answer."""
-        while self._questions:
-            yield self._questions.popleft()
+        return _taken(self._questions)
 
     def answer(self, frontend_id: str, reply: ProfileReply) -> None:
         """For the step thread."""
         self._answers.append((frontend_id, reply))
         self._ring()
 
-    def take_answers(self) -> Iterator[tuple[str, ProfileReply]]:
+    def take_answers(self) -> list[tuple[str, ProfileReply]]:
         """For the I/O thread."""
-        while self._answers:
-            yield self._answers.popleft()
+        return _taken(self._answers)
+
+
+def _taken(queue: deque[_T]) -> list[_T]:
+    """All of a queue that another thread may be filling."""
+    return [queue.popleft() for _ in range(len(queue))] if queue else []
 
 
 class Mailbox:

@@ -280,7 +280,7 @@ def test_every_question_is_answered_with_its_nonce_to_its_frontend(bench: Bench)
     for number, (frontend_id, action) in enumerate((("a", START), ("b", START), ("b", STOP), ("a", STOP))):
         line.ask(frontend_id, Profile(number, action))
     desk.run()
-    answers = list(line.take_answers())
+    answers = line.take_answers()
     assert [(frontend_id, reply.nonce, reply.outcome) for frontend_id, reply in answers] == [
         ("a", 0, ProfileOutcome.DONE),
         ("b", 1, ProfileOutcome.CONFLICT),
@@ -309,7 +309,7 @@ def test_a_question_wakes_an_idle_step_thread_without_giving_it_a_step():
     mailbox = Mailbox(line)
     mailbox.put("a", Profile(1, START))
     assert mailbox.wait(10.0) is False  # at once: the test's time limit is shorter than waiting for ever
-    assert mailbox.drain() == [] and list(line.take_questions()) == [("a", Profile(1, START))]
+    assert mailbox.drain() == [] and line.take_questions() == [("a", Profile(1, START))]
     mailbox.close()
 
 
