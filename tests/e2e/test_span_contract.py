@@ -108,7 +108,7 @@ def plain(model: Path) -> Plain:
 def run(model: Path, drafter: Drafter, scenario: Scenario, level: TraceLevel) -> tuple[InProcessEngine, Follower]:
     """Play the scenario with every request traced, and follow what was published."""
     engine = InProcessEngine(model, scenario.shape, drafter)
-    engine.executor._inner._clock = HostClock(engine._core._now_ns)  # one clock for steps and phases
+    engine.executor._inner.clock = HostClock(engine._core._now_ns)  # one clock for steps and phases
     follower = Follower(hello_of(engine), level)
     waves = tuple(tuple(follower.follow(one) for one in wave) for wave in scenario.waves)
     play(engine, Scenario(scenario.shape, waves, scenario.steps_between, scenario.departures))
