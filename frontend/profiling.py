@@ -74,7 +74,7 @@ async def _asked(request: web.Request, action: ProfileAction) -> ProfileReply:
 
 
 def _check_admin(server: Server, request: web.Request) -> None:
-    if server.admin is None or not server.admin.allows(request.headers.get("Authorization")):
+    if not server.admin.allows(request.headers.get("Authorization")):
         raise not_admin(server.config.admin_key_file)
 
 
