@@ -143,7 +143,6 @@ async def _answered(request: web.Request, handler: Handler, route: str) -> web.S
     except ApiError as error:
         trace = request.get(TRACE)
         if trace is not None:
-            trace.set("error.type", error_type(error))
             trace.fail(error_type(error))
         return _error_response(error)
     except web.HTTPException as error:

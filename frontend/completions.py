@@ -166,7 +166,6 @@ def _fail_trace(request: web.Request, reason: str) -> None:
     """The 200 is out: only the trace can still say that the request failed."""
     trace = request.get(TRACE)
     if trace is not None:
-        trace.set("error.type", reason)
         trace.fail(reason)
 
 

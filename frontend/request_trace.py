@@ -7,6 +7,7 @@ finished spans go to a `SpanSink`. An untraced request has no object of this mod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from frontend.errors import ApiError
 from frontend.spans import (
     Attributes,
     AttributeValue,
@@ -63,21 +64,25 @@ class RequestTrace:
             self._attributes[name] = value
 
     def fail(self, reason: str) -> None:
-        """The request failed; the first reason stays. Never content of a request."""
-        self._failure = self._failure or reason
+        """The request failed; the first reason stays, as description and as error.type. Never content of a request."""
+        if self._failure is None:
+            self._failure = reason
+            self.set("error.type", reason)
 
     @contextmanager
     def stage(self, name: str, level: TraceLevel) -> Iterator[None]:
-        """A child span around the block, if the request is traced so deeply."""
+        """A child span around the block, if the request is traced so deeply. A refused request has its SERVER span only."""
         begun_ns = self._around.monotonic_ns()
         error: str | None = None
+        is_refused = False
         try:
             yield
         except BaseException as raised:
             error = type(raised).__name__
+            is_refused = isinstance(raised, ApiError)
             raise
         finally:
-            if self._sampled.level >= level:
+            if self._sampled.level >= level and not is_refused:
                 span_id, parent_id = new_span_id(), self.span_id
                 self._put(name, SpanKind.INTERNAL, span_id, parent_id, begun_ns, (), error)
 

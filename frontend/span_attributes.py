@@ -42,12 +42,11 @@ def describe_http(trace: RequestTrace, request: web.Request, route: str) -> None
 
 
 def describe_status(trace: RequestTrace, status: int, error: str | None) -> None:
-    """After the handler. `error`: why the request failed; a refusal is a failure too."""
+    """After the handler. `error`: why the request failed; a refusal is a failure too, and may have said more before."""
     trace.set("http.response.status_code", status)
     if error is None and status >= 400:
         error = str(status)
     if error is not None:
-        trace.set("error.type", error)
         trace.fail(error)
 
 
