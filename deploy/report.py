@@ -32,7 +32,7 @@ PROGRAM = "drafthouse report"
 OTLP_HTTP_PORT = 4318
 MAX_LISTED = 10
 EXIT_FAILURE = 1
-DEFAULT_PROMPT = "Repeat these lines.\n" + 12 * "red blue green one two three\n"  # drafts well
+DEFAULT_PROMPT = 12 * "red blue green one two three\n"  # mixed: drafts from the prompt, from the answer, and none
 _ASKING = ("prompt", "max_tokens", "timeout_s", "save")
 
 
@@ -49,7 +49,8 @@ class ReportConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     serve: Annotated[bool, Meta(description="start a server on a free port, send it one request and draw it")] = False
     serve_options: Annotated[
-        str | None, Meta(description="with --serve: options of `drafthouse serve`, in one string")
+        str | None,
+        Meta(description="with --serve: options of `drafthouse serve`, in one word: --serve-options='--executor sim'"),
     ] = None
     trace_id: Annotated[
         str | None,
@@ -58,7 +59,7 @@ class ReportConfig(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Annotated[
         str | None, Meta(min_length=1, description="what the one request says; default: a line repeated twelve times")
     ] = None
-    max_tokens: Annotated[int, Meta(ge=1, le=1 << 20, description="most output tokens of the one request")] = 200
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 20, description="most output tokens of the one request")] = 128
     timeout_s: Annotated[
         float, Meta(gt=0, le=3600, description="most seconds to wait for the answer, and then for its spans")
     ] = 60.0
@@ -107,7 +108,7 @@ def main() -> int:
         material = asyncio.run(_interruptible(config))
         paths = draw(material, Path(config.output))
     except (MalformedTrace, ServerTrouble, OSError) as error:
-        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        sys.stderr.write(f"{PROGRAM}: {_sentence(error)}\n")
         return EXIT_FAILURE
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stderr.write(f"{PROGRAM}: interrupted\n")
@@ -141,7 +142,7 @@ def draw(material: Material, directory: Path) -> list[Path]:
     if figures:
         directory.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
-        figure.savefig(directory / name, dpi=DPI)
+        figure.savefig(directory / name, dpi=DPI, pil_kwargs={"optimize": True})
     return [directory / name for name in figures]
 
 
@@ -277,6 +278,13 @@ def _print_figures(material: Material) -> None:
             table.add_row("server: by position", percent)
     if table.row_count:
         Console(file=sys.stdout, highlight=False, markup=False, width=_width()).print(table)
+
+
+def _sentence(error: Exception) -> str:
+    """The file first, where it is about one."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _width() -> int:

@@ -6,6 +6,7 @@ answered, counted and forgotten, so a busy server cannot fill it. Never speaks g
 
 import asyncio
 import base64
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -43,9 +44,10 @@ class Receiver:
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._host, self._port).start()
-        except BaseException:
+        except OSError as error:
             await self._runner.cleanup()
-            raise
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise OSError(f"cannot listen on {self._host}:{self._port}: {reason}") from error
         return self
 
     async def __aexit__(self, *exception: object) -> None:

@@ -25,6 +25,7 @@ ZOOM_ROUNDS = 24  # rounds in the enlarged part; without more than twice as many
 Colour = str | tuple[float, ...]
 _LINE_IN = 0.36
 _LABEL_WIDTH_PX = 15.0  # a bar narrower than this cannot hold a number
+_WHITE_EDGE_PX = 4.0
 _AXES_SHARE = 0.74  # of the figure's width, for estimates of bar widths
 _COLOURS = {
     "tokenize": "#7a9e3c",
@@ -159,7 +160,7 @@ def _draw_lines(axes: Axes, lines: Sequence[_Line], zero_ns: int, extent: tuple[
     px_per_ms = WIDTH_IN * DPI * _AXES_SHARE / length_ms
     for row, line in enumerate(lines):
         spans = [span for span in line.spans if span.end_ns >= extent[0] and span.start_ns <= extent[1]]
-        _draw_bars(axes, row, spans, zero_ns, scale)
+        _draw_bars(axes, row, spans, zero_ns, px_per_ms, scale)
         if line.is_lane:
             readable = [span for span in spans if span.duration_ns / 1e6 * px_per_ms >= _LABEL_WIDTH_PX]
             _number_bars(axes, row, readable, zero_ns, scale)
@@ -179,18 +180,26 @@ def _draw_lines(axes: Axes, lines: Sequence[_Line], zero_ns: int, extent: tuple[
         axes.spines[side].set_visible(False)
 
 
-def _draw_bars(axes: Axes, row: int, spans: Sequence[Span], zero_ns: int, scale: _Scale) -> None:
+def _draw_bars(axes: Axes, row: int, spans: Sequence[Span], zero_ns: int, px_per_ms: float, scale: _Scale) -> None:
+    """A wide bar of a lane has a white edge, for rounds follow each other without a gap. A narrow one has an edge of its own
+    colour, which keeps a span of a microsecond visible; a failed one has a red one."""
     if not spans:
         return
     faces = [_face(span, number, scale) for number, span in enumerate(spans)]
-    edges = [_ERROR_COLOUR if span.error is not None else face for span, face in zip(spans, faces, strict=True)]
-    # The edge, in the bar's own colour, keeps a span of a microsecond visible.
+    edges = [
+        _ERROR_COLOUR
+        if span.error is not None
+        else "white"
+        if len(spans) > 1 and span.duration_ns / 1e6 * px_per_ms >= _WHITE_EDGE_PX
+        else face
+        for span, face in zip(spans, faces, strict=True)
+    ]
     axes.broken_barh(
         [(_ms(span.start_ns, zero_ns), span.duration_ns / 1e6) for span in spans],
         (row - 0.36, 0.72),
         facecolors=faces,
         edgecolors=edges,
-        linewidths=[1.6 if span.error is not None else 0.4 for span in spans],
+        linewidths=[1.6 if span.error is not None else 0.5 for span in spans],
     )
 
 

@@ -424,6 +424,14 @@ async def test_waiting_for_rounds_that_were_not_sent_ends_when_it_is_quiet():
         assert len(await receiver.wait(60.0, quiet_s=0.05)) == 5
 
 
+async def test_an_address_that_is_taken_is_named():
+    async with Receiver("127.0.0.1", 0, TRACE_ID) as first:
+        port = int(first.url.rsplit(":", 1)[1])
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            async with Receiver("127.0.0.1", port, TRACE_ID):
+                pass
+
+
 def test_ids_of_protobuf_are_hex_and_other_traces_are_cut_out_of_an_export():
     content = from_protobuf(MadeTrace([(5, 5)]).protobuf())
     assert content["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["traceId"] == TRACE_ID
@@ -549,7 +557,7 @@ def test_a_trace_is_chosen_by_its_id(
         (b"hello", "is neither OTLP JSON lines nor protobuf exports"),
         (b'{"resourceSpans": []}\n', "has 0 spans and none of them is a stage of a drafthouse request"),
         (b'{"resourceSpans": [', "line 1, is not an OTLP trace export"),
-        (None, "No such file"),
+        (None, "file: No such file or directory"),
     ],
 )
 def test_a_file_that_cannot_be_drawn_is_refused_with_a_sentence(
@@ -621,3 +629,19 @@ def launch(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_a_report_on_a_server_of_its_own_has_every_round_the_server_counted(tmp_path: Path):
+    options = "--executor sim --num-draft-tokens 4 --sim-acceptance 0.6 --sim-step-ms 2"
+    saved = tmp_path / "spans.jsonl"
+    printed = launch(
+        "--serve", f"--serve-options={options}", "--max-tokens", "90", "--output", str(tmp_path), "--save", str(saved)
+    )
+    assert is_a_picture(tmp_path / "waterfall.png") and is_a_picture(tmp_path / "acceptance.png")
+    request = report.choose(report.read_file(saved), None, "saved")
+    assert {span.service for span in request.spans} == {"drafthouse-frontend", "drafthouse-engine"}
+    assert is_complete(request) and request.root.number("gen_ai.usage.output_tokens") == 90
+    own = acceptance_of(rounds_of(request))
+    assert own.num_drafts > 10 and own.num_accepted > 10
+    assert f"server: drafts       {own.num_drafts}, {own.num_draft_tokens} draft tokens" in printed
+    assert f"server: accept rate  {own.rate:.1%}, accept length {own.length:.2f}" in printed
