@@ -1,0 +1,122 @@
+"""A server that traces, and the collector it sends to: what a test over HTTP needs to see the spans of its own requests.
+
+`with traced_server(*SIM) as traced:` gives both. Spans are read from the bytes of the export, by `tests.traced`. Never knows
+what a case expects.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tests import traced
+from tests.cases.client import Client, total
+from tests.e2e.servers import Server, serve
+from tests.frontend.otlp_receivers import Receiver, http_receiver
+from tests.traced import FRONTEND, TABLE, Span, named
+
+HTTP = "http/protobuf"
+SOON_MS = 50  # a span waits so long for others: tests wait for spans
+WAIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A caller's span, of a trace that nobody else has."""
+
+    flags: str = "01"
+    trace_id: str = field(default_factory=lambda: os.urandom(16).hex())
+    span_id: str = field(default_factory=lambda: os.urandom(8).hex())
+
+    @property
+    def header(self) -> str:
+        return f"00-{self.trace_id}-{self.span_id}-{self.flags}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"traceparent": self.header}
+
+    @property
+    def lines(self) -> str:
+        """For requests written by hand."""
+        return f"traceparent: {self.header}\r\n"
+
+
+class TracedServer:
+    """A running server and what its collector has received."""
+
+    def __init__(self, server: Server, receiver: Receiver) -> None:
+        self.server = server
+        self.client = Client(server.base_url)
+        self.receiver = receiver
+        self._spans: list[Span] = []
+        self._num_read = 0
+
+    def spans(self) -> list[Span]:
+        """All that arrived so far."""
+        for request in self.receiver.requests[self._num_read :]:
+            self._spans += traced.read(request.SerializeToString())
+            self._num_read += 1
+        return list(self._spans)
+
+    def exported(self) -> bytes:
+        """All that arrived so far, as it lies in the requests."""
+        return b"".join(request.SerializeToString() for request in self.receiver.requests)
+
+    def settled(self) -> list[Span]:
+        """All spans, once the server's queue is empty."""
+        self._wait(lambda: total(self.client.metrics(), "drafthouse:span_queue_size") == 0, "an empty queue")
+        return self.spans()
+
+    def trace(self, trace_id: str, *also: str) -> list[Span]:
+        """The spans of one request, once its SERVER span has arrived, `also` spans of these names, and nothing waits."""
+
+        def has_arrived() -> bool:
+            arrived = self._of(trace_id)
+            return bool(roots(arrived)) and all(named(arrived, name) for name in also)
+
+        self._wait(has_arrived, f"a SERVER span and {also} in trace {trace_id}")
+        self.settled()
+        return self._of(trace_id)
+
+    def _of(self, trace_id: str) -> list[Span]:
+        return [span for span in self.spans() if span.trace_id == trace_id]
+
+    def _wait(self, holds: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}\n{self.server.log()[-2000:]}"
+            time.sleep(0.02)
+
+
+@contextmanager
+def traced_server(*arguments: str, **environment: str) -> Iterator[TracedServer]:
+    """A server whose spans go to a collector that takes all of them."""
+    with http_receiver() as receiver, serve(*arguments, **exporting_to(receiver.address, **environment)) as server:
+        yield TracedServer(server, receiver)
+
+
+def exporting_to(address: str, **environment: str) -> dict[str, str]:
+    """The environment of a server that exports to `address` (host:port) over HTTP."""
+    return {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{address}",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": HTTP,
+        "OTEL_BSP_SCHEDULE_DELAY": str(SOON_MS),
+        **environment,
+    }
+
+
+def roots(spans: Sequence[Span]) -> list[Span]:
+    """SERVER spans: those that are no stage."""
+    return [span for span in spans if span.name not in TABLE]
+
+
+def checked(spans: Sequence[Span], parent_id: str, level: int = 2) -> Span:
+    """The SERVER span of one whole trace; every claim that holds for any request has been made of it."""
+    [server] = roots(spans)
+    assert server.parent_id == parent_id
+    assert server.service == FRONTEND
+    assert server.end_ns >= server.start_ns
+    traced.check_trace([span for span in spans if span is not server], server.span_id, level)
+    return server
