@@ -40,7 +40,8 @@ from protocol.options import (
 PROGRAM = "drafthouse serve"
 DIRECTORY_PREFIX = "drafthouse-"
 ENGINE_STOP_S = 7.0
-FRONTEND_STOP_MARGIN_S = 4.0  # beyond its drain time: the last words
+# Beyond its drain time: 2 s for the last words, 1 s for open connections, 5 s to flush telemetry to a collector that hangs.
+FRONTEND_STOP_MARGIN_S = 10.0
 READY_POLL_S = 0.1
 _ENGINE_OWN = ("listen", "allow_plaintext_tcp")
 _FRONTEND_OWN = ("engine", "reuse_port", "drain_timeout_s")
