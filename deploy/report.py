@@ -198,21 +198,14 @@ async def _from_server(url: str, receiver: Receiver, config: ReportConfig) -> Ma
     requests = find_requests(spans)
     if requests:
         return Material(requests[0], server)
+    how = f"start the server with OTEL_EXPORTER_OTLP_ENDPOINT={receiver.url}"
+    if urlsplit(receiver.url).port != OTLP_HTTP_PORT:
+        how += " and OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf"
     if answer.trace_id is None:
-        trouble = "the server did not trace the request; " + _how_to_trace(receiver.url)
-    else:
-        elsewhere = f" ({receiver.num_foreign_spans} of other traces)" if receiver.num_foreign_spans else ""
-        trouble = f"the request was traced, but none of its spans came within {config.timeout_s:g} s{elsewhere}; "
-        trouble += _how_to_trace(receiver.url)
-    return Material(None, server, trouble)
-
-
-def _how_to_trace(receiver_url: str) -> str:
-    words = f"start the server with OTEL_EXPORTER_OTLP_ENDPOINT={receiver_url}"
-    if urlsplit(receiver_url).port != OTLP_HTTP_PORT:
-        words += " and OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf"
-    return (
-        words + ", and see that neither OTEL_TRACES_SAMPLER nor its limit of traces per second leaves the request out"
+        return Material(None, server, f"the server did not trace the request: {how}, and let no sampler leave it out")
+    others = f" ({receiver.num_foreign_spans} of other traces did)" if receiver.num_foreign_spans else ""
+    return Material(
+        None, server, f"the request was traced, but none of its spans came within {config.timeout_s:g} s{others}: {how}"
     )
 
 

@@ -29,7 +29,7 @@ from deploy.report_numbers import (
 )
 from deploy.report_receiver import MAX_BODY_BYTES, Receiver, from_protobuf, only_trace, read_dump
 from deploy.report_server import ServerTrouble, server_environment
-from deploy.report_spans import MalformedTrace, Request, find_requests, read_lines
+from deploy.report_spans import MalformedTrace, Request, Span, find_requests, read_lines
 from deploy.report_waterfall import waterfall
 from tests.e2e.servers import ROOT, clean_environment, command, serve
 
@@ -488,6 +488,22 @@ async def test_a_server_that_does_not_trace_is_told_how_to(tmp_path: Path):
     assert "start the server with OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:" in material.trouble
     assert "OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf" in material.trouble
     assert not (tmp_path / "spans.jsonl").exists()
+
+
+async def test_spans_that_do_not_come_are_told_from_a_request_that_is_not_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def nothing_came(receiver: Receiver, timeout_s: float) -> list[Span]:
+        assert timeout_s == 20.0
+        return []
+
+    monkeypatch.setattr(Receiver, "wait", nothing_came)
+    material = await ask_stand_in(MadeTrace([(5, 5)], trace_id="5" * 32), tmp_path)
+    assert material.request is None and material.trouble is not None
+    expected = (
+        "the request was traced, but none of its spans came within 20 s (7 of other traces did): start the server"
+    )
+    assert material.trouble.startswith(expected)
 
 
 async def test_the_reason_of_a_refusing_server_is_passed_on(tmp_path: Path):
