@@ -23,22 +23,16 @@ LOG_INTERVAL_S = 10.0
 Snapshot = Hello | StepOutput | Heartbeat | FenceReply  # the messages that carry totals
 
 
-class EndedEpoch(NamedTuple):
-    """The last that was heard of an engine's life that is over."""
-
-    hello: Hello
-    counters: msgspec.Raw
-    load: Load
-
-
 class Heard(NamedTuple):
-    """What is known of one engine, all of one moment. `hello` is the first of its epoch."""
+    """What is known of one engine, all of one moment. Times are unix ns of this frontend's clock."""
 
-    hello: Hello
+    hello: Hello  # the first of its epoch
+    hello_at_ns: int
     step_id: int
     counters: msgspec.Raw
     load: Load
-    ended: EndedEpoch | None  # the epoch before this one
+    at_ns: int  # when this was heard: the totals are true of then
+    ended: "Heard | None"  # the last that was heard of the epoch before this one
 
 
 class LatestSnapshot:
@@ -49,8 +43,9 @@ class LatestSnapshot:
     replaced as one object.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now_ns: Callable[[], int] = time.time_ns) -> None:
         self.heard: Heard | None = None
+        self._now_ns = now_ns
         self._decoded: tuple[msgspec.Raw, Counters] | None = None
         self._past_epochs: set[int] = set()
 
@@ -62,10 +57,13 @@ class LatestSnapshot:
         if heard is None or message.epoch != heard.hello.epoch:
             if isinstance(message, Hello) and message.epoch not in self._past_epochs:
                 self._begin(message)
-        elif message.step_id > heard.step_id:
-            self.heard = Heard(heard.hello, message.step_id, message.counters, message.load, heard.ended)
-        elif message.step_id == heard.step_id:
-            self.heard = Heard(heard.hello, heard.step_id, heard.counters, message.load, heard.ended)
+            return
+        if message.step_id < heard.step_id:
+            return
+        hello, since_ns, step_id, counters, _, _, ended = heard
+        if message.step_id > step_id:
+            step_id, counters = message.step_id, message.counters
+        self.heard = Heard(hello, since_ns, step_id, counters, message.load, self._now_ns(), ended)
 
     @property
     def hello(self) -> Hello | None:
@@ -102,8 +100,9 @@ class LatestSnapshot:
         ended = None
         if self.heard is not None:
             self._past_epochs.add(self.heard.hello.epoch)
-            ended = EndedEpoch(self.heard.hello, self.heard.counters, self.heard.load)
-        self.heard = Heard(hello, hello.step_id, hello.counters, hello.load, ended)
+            ended = self.heard._replace(ended=None)
+        now_ns = self._now_ns()
+        self.heard = Heard(hello, now_ns, hello.step_id, hello.counters, hello.load, now_ns, ended)
 
 
 class SnapshotDelta:

@@ -12,6 +12,8 @@ from protocol.codec import decode_counters
 from protocol.counters import Counters
 from protocol.messages import Hello
 
+MAX_NAMES = 8  # names of attachments before the present one; only that of the epoch before is ever asked for
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -101,76 +103,81 @@ class _Accounted:
 class EngineReporter:
     """One reader of one engine. `collect` what to export, then say `exported` if it arrived.
 
-    `is_reporter` must be true only while this frontend is attached and the engine's load names it: a frontend that has lost
-    its engine holds old totals, and while another reports newer ones, exporting them would look like a reset.
+    Totals carry the time at which they were heard, so a frontend that was cut off, or whose engine died, may still tell the
+    last it knows: behind another's newer totals it is an older point of the same series, not a reset.
     """
 
-    def __init__(
-        self, latest: LatestSnapshot, is_reporter: Callable[[], bool], is_delta: bool, now_ns: Callable[[], int]
-    ) -> None:
-        """`now_ns` is unix time. `is_delta`: increments since the last successful export, else totals of the epoch."""
+    def __init__(self, latest: LatestSnapshot, is_reporter: Callable[[], bool], is_delta: bool) -> None:
+        """`is_reporter`: this frontend is attached, and the newest load names it. `is_delta`: increments since the last
+        successful export, else totals of the epoch."""
         self._latest = latest
         self._is_reporter = is_reporter
         self._is_delta = is_delta
-        self._now_ns = now_ns
+        self._named: dict[str, Heard] = {}  # by this frontend's names: what was heard when it was first the reporter
         self._accounted: _Accounted | None = None  # None while another frontend reports
-        self._next: _Accounted | None = None
+        self._closed: int | None = None  # the last epoch that ended and was told to the end
+        self._next: tuple[_Accounted | None, int | None] = (None, None)
+
+    def recognise(self) -> None:
+        """Learn this frontend's name at the engine, which is new with each attachment, while the engine says it.
+
+        Called with every request too: a frontend may be gone before it exports for the first time. Any thread.
+        """
+        heard = self._latest.heard
+        if heard is None or heard.load.reporter in self._named or not self._is_reporter():
+            return
+        now = self._latest.heard
+        if now is not None and now.load.reporter == heard.load.reporter:  # else the answer was about another load
+            self._named = dict(list(self._named.items())[1 - MAX_NAMES :]) | {heard.load.reporter: heard}
 
     def collect(self) -> list[EngineReport]:
         """What to export now: the engine's epoch, and before it the rest of an epoch that ended since; often nothing."""
-        heard, now_ns = self._latest.heard, self._now_ns()
-        self._next = self._accounted
+        self.recognise()
+        heard = self._latest.heard
+        self._next = (self._accounted, self._closed)
         if heard is None:
             return []
-        rest = self._rest_of_ended(heard, now_ns)
-        if not self._is_reporter():
-            if self._accounted is not None and not self._accounted.is_of(heard):
-                self._next = None  # another reports; who has only lost its engine keeps its position
-                self._accounted = self._accounted if rest else None
-            return rest
-        totals = decode_counters(heard.counters)
-        before = self._accounted
-        if before is None or not before.is_of(heard):
-            before = _first(heard, totals, now_ns)
-            if not rest:
-                self._accounted = before
-        self._next = _Accounted(heard.hello.epoch, heard.load.reporter, totals, now_ns)
-        return [*rest, self._report(heard.hello, totals, before, now_ns)]
+        reports = self._rest_of_ended(heard.ended)
+        before = self._accounted if self._accounted is not None and self._accounted.is_of(heard) else None
+        if heard.load.reporter not in self._named:
+            self._accounted = self._accounted if reports else None  # another reports from here
+        elif before is None or before.at_ns < heard.at_ns:  # else nothing was heard since: the engine is lost
+            totals = decode_counters(heard.counters)
+            before = before or self._first(heard)
+            reports.append(self._report(heard, totals, before))
+            self._accounted = self._accounted if len(reports) > 1 else before
+            before = _Accounted(heard.hello.epoch, heard.load.reporter, totals, heard.at_ns)
+        self._next = (before, self._closed if heard.ended is None else heard.ended.hello.epoch)
+        return reports
 
     def exported(self) -> None:
         """What was collected last has arrived."""
-        self._accounted = self._next
+        self._accounted, self._closed = self._next
 
-    def _rest_of_ended(self, heard: Heard, now_ns: int) -> list[EngineReport]:
-        """What an epoch came to that ended while this frontend was its reporter.
+    def _rest_of_ended(self, ended: Heard | None) -> list[EngineReport]:
+        """What an epoch came to that ended while this frontend was its reporter."""
+        if ended is None or ended.hello.epoch == self._closed or ended.load.reporter not in self._named:
+            return []
+        before = self._accounted
+        if before is None or not before.is_of(ended):
+            before = self._first(ended)
+        return [self._report(ended, decode_counters(ended.counters), before)]
 
-        Totals only if it was the only frontend: if it was cut off before the engine died, another has reported later ones,
-        and an older total behind them would look like a reset.
-        """
-        ended, before = heard.ended, self._accounted
-        if before is None or ended is None:
-            return []
-        if (before.epoch, before.reporter) != (ended.hello.epoch, ended.load.reporter):
-            return []
-        if not self._is_delta and ended.load.frontends > 1:
-            return []
-        return [self._report(ended.hello, decode_counters(ended.counters), before, now_ns)]
+    def _first(self, heard: Heard) -> _Accounted:
+        """Where increments begin: at Hello, or when this frontend took over. Between the other's last export and then they
+        are given up, so that they never add up to more than the totals."""
+        hello, reporter = heard.hello, heard.load.reporter
+        if hello.load.reporter == reporter:
+            return _Accounted(hello.epoch, reporter, decode_counters(hello.counters), heard.hello_at_ns)
+        since = self._named[reporter]
+        return _Accounted(hello.epoch, reporter, decode_counters(since.counters), since.at_ns)
 
-    def _report(self, hello: Hello, totals: Counters, before: _Accounted, now_ns: int) -> EngineReport:
+    def _report(self, heard: Heard, totals: Counters, before: _Accounted) -> EngineReport:
+        hello = heard.hello
         if self._is_delta:
-            return EngineReport(hello, before.at_ns, now_ns, tuple(_sums(hello, totals.minus(before.counters))))
-        return EngineReport(hello, hello.epoch, now_ns, tuple(_sums(hello, totals)))
-
-
-def _first(heard: Heard, totals: Counters, now_ns: int) -> _Accounted:
-    """Where increments begin: at Hello for whoever has reported since then; else now, for what came before was another's.
-
-    So that increments never add up to more than the totals, those between the other's last export and now are given up.
-    """
-    hello = heard.hello
-    if hello.load.reporter == heard.load.reporter:
-        return _Accounted(hello.epoch, heard.load.reporter, decode_counters(hello.counters), hello.wall_ns)
-    return _Accounted(hello.epoch, heard.load.reporter, totals, now_ns)
+            return EngineReport(hello, before.at_ns, heard.at_ns, tuple(_sums(hello, totals.minus(before.counters))))
+        end_ns = max(hello.epoch, heard.at_ns)  # two clocks: the epoch's is the engine's
+        return EngineReport(hello, hello.epoch, end_ns, tuple(_sums(hello, totals)))
 
 
 def _sums(hello: Hello, counters: Counters) -> Iterator[tuple[SumKind, tuple[Point, ...]]]:

@@ -63,13 +63,13 @@ def start_otlp_metrics(
 ) -> "OtlpMetrics | None":
     """Begin to export, or None when nobody asked for it. Raises ValueError with a sentence that names the variable.
 
-    `is_reporter`: whether this frontend is attached to its engine and the engine's load names it (`engine_sums`); called by
-    the export thread. `engine_attributes`: the resource of the engine's sums; the bare name and instance id by default.
+    `is_reporter`: whether this frontend is attached to its engine and the newest load names it; called by any thread.
+    `engine_attributes`: the resource of the engine's sums; the bare name and instance id by default.
     """
     settings = metrics_settings(config, environment)
     if settings is None:
         return None
-    engine = EngineReporter(latest, is_reporter, settings.is_delta, time.time_ns)
+    engine = EngineReporter(latest, is_reporter, settings.is_delta)
     started = OtlpMetrics(settings, resource_attributes, latest, engine, engine_attributes or _engine_attributes)
     logger.info("otlp metrics endpoint=%s interval_s=%g", settings.collector.shown, settings.interval_s)
     return started
@@ -106,6 +106,7 @@ class OtlpMetrics:
             explicit_bucket_boundaries_advisory=PER_TOKEN_BUCKETS,
         )  # fmt: skip
         self._no_context, self._traced_context = _contexts()
+        self._engine = engine
         self._export = _Export(settings, self._reader, engine, engine_attributes)
 
     @property
@@ -114,6 +115,7 @@ class OtlpMetrics:
 
     def request_finished(self, operation: str, seconds: float, error_type: str | None, trace: TraceIds | None) -> None:
         self._duration.record(seconds, self._of(operation, error_type), self._context(trace))
+        self._engine.recognise()
 
     def first_token(self, operation: str, seconds: float, trace: TraceIds | None) -> None:
         self._first.record(seconds, self._of(operation, None), self._context(trace))
