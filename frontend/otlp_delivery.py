@@ -88,7 +88,7 @@ class Delivery:
             return _NO_TIME
         try:
             return self._transport.send(body, timeout_s)
-        except Exception as error:  # noqa: BLE001 - the boundary: two libraries and a network are behind it
+        except Exception as error:
             logger.debug("export attempt raised", exc_info=error)
             return _internal(error)
 

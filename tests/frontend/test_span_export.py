@@ -351,6 +351,16 @@ def test_spans_arrive_whole_with_headers_and_compression(protocol: OtlpProtocol,
                 assert seen.get("content-encoding", "none") == compression.value
 
 
+def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch):
+    with http_receiver() as receiver:
+        monkeypatch.setenv("http_proxy", f"http://{receiver.address}")
+        monkeypatch.setenv("no_proxy", "")
+        with exporting(OtlpProtocol.HTTP, "collector.invalid:4318", FULL) as queue:
+            put_all(queue, 8)
+            assert settled(queue).exported == 8 == len(receiver.spans())
+        assert receiver.request_headers[0]["host"] == "collector.invalid:4318"
+
+
 RETRIED = [
     (OtlpProtocol.HTTP, answer(429, ("retry-after", "0")), "throttled"),
     (OtlpProtocol.HTTP, answer(502), "unavailable"),
