@@ -22,10 +22,12 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from frontend.attachment import Attachment, Expectation, Lost, Observe
+from frontend.handshake import CONNECTION_EVENTS, failure, socket_options
 from frontend.request_trace import RequestTrace
 from frontend.streams import ALL_CHILDREN, EngineLost, Stream
-from protocol.codec import MAX_MESSAGE_BYTES, MalformedMessage, decode_from_engine, encode
-from protocol.endpoints import ENGINE_SILENT_S, FENCE_TIMEOUT_S, PING_INTERVAL_S, SEND_HIGH_WATER_MARK, check_address
+from protocol.codec import MalformedMessage, decode_from_engine, encode
+from protocol.curve_keys import ClientKeys
+from protocol.endpoints import ENGINE_SILENT_S, FENCE_TIMEOUT_S, PING_INTERVAL_S, check_address
 from protocol.messages import (
     SCHEMA_VERSION,
     Attach,
@@ -53,7 +55,6 @@ TICK_S = 0.25  # how often silence and idle acknowledgements are looked at
 RECONNECT_S = 0.05  # first wait after a loss; doubles up to RECONNECT_MAX_S
 RECONNECT_MAX_S = 1.0
 LINGER_MS = 200  # for the last Detach
-_CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,14 @@ class EngineClient:
         *,
         expected_vocabulary_hash: str | None = None,
         expected_model_name: str | None = None,
+        curve: ClientKeys | None = None,
     ) -> None:
         """`observe` sees every message, before its tokens. Raises ValueError for no address and for more than one."""
         self.address = _one_address(addresses)
         self.down_reason: str | None = f"waiting for the engine at {self.address}"
         self._observe = observe
         self._expectation = Expectation(expected_vocabulary_hash, expected_model_name)
+        self._options = socket_options(curve)
         self._connection: _Connection | None = None
         self._request_ids = itertools.count(1)
         self._nonces = itertools.count(1)
@@ -212,12 +215,12 @@ class EngineClient:
     async def _attach_once(self, context: zmq.Context[zmq.Socket[bytes]]) -> bool:
         """One attachment from connect to loss; whether the engine ever answered."""
         attachment = Attachment(self._observe, self._expectation)
-        connection = self._connection = _Connection(context, self.address, attachment, self._on_attached)
+        connection = self._connection = _Connection(context, self.address, self._options, attachment, self._on_attached)
         reason = "this frontend is shutting down"
         try:
             reason = await connection.lost
         finally:
-            self.down_reason = attachment.mismatch or f"the engine at {self.address} is not available: {reason}"
+            told, self.down_reason = self.down_reason, attachment.mismatch or self._not_available(reason)
             self._connection = None
             connection.close()
             attachment.end(reason)
@@ -225,9 +228,12 @@ class EngineClient:
             logger.error("engine refused address=%s reason=%r", self.address, attachment.mismatch)
             if self._refusal is not None:
                 self._refusal.set_result(attachment.mismatch)
-        else:
+        elif self.down_reason != told:  # a handshake that fails every second is worth one line
             logger.warning("engine lost address=%s reason=%r", self.address, reason)
         return attachment.hello is not None
+
+    def _not_available(self, reason: str) -> str:
+        return f"the engine at {self.address} is not available: {reason}"
 
     def _on_attached(self, hello: Hello) -> None:
         self.down_reason = None
@@ -242,6 +248,7 @@ class _Connection:
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         address: str,
+        options: dict[int, int | bytes],
         attachment: Attachment,
         on_attached: Callable[[Hello], None],
     ) -> None:
@@ -254,10 +261,10 @@ class _Connection:
         self._heard_at = self._sent_at = self._loop.time()
         self._is_connected = False
         self._socket = context.socket(zmq.DEALER)
-        for option, value in _SOCKET_OPTIONS.items():
+        for option, value in options.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, self.frontend_id.encode())
-        self._monitor = self._socket.get_monitor_socket(_CONNECTION_EVENTS)
+        self._monitor = self._socket.get_monitor_socket(CONNECTION_EVENTS)
         self._socket.connect(address)
         self._descriptors = [_descriptor(self._socket), _descriptor(self._monitor)]
         for descriptor in self._descriptors:
@@ -338,6 +345,8 @@ class _Connection:
             self._is_connected = False
             self._read_messages()  # what it said last may be the reason
             raise Lost("the connection was closed")
+        elif (why := failure(event)) is not None:
+            raise Lost(why)
 
     def _acknowledge(self) -> None:
         if self.send(Ping(self.attachment.applied_step)):
@@ -362,16 +371,6 @@ class _Connection:
     def _lose(self, reason: str) -> None:
         if not self.lost.done():
             self.lost.set_result(reason)
-
-
-_SOCKET_OPTIONS = {
-    zmq.RECONNECT_IVL: 50,  # ms
-    zmq.RECONNECT_IVL_MAX: 500,
-    zmq.SNDHWM: SEND_HIGH_WATER_MARK,
-    zmq.RCVHWM: SEND_HIGH_WATER_MARK,
-    zmq.MAXMSGSIZE: 2 * MAX_MESSAGE_BYTES,
-    zmq.IPV6: 1,
-}
 
 
 def _descriptor(watched: "zmq.Socket[bytes]") -> int:

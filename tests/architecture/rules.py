@@ -26,6 +26,7 @@ ENGINE_LAYERS = {
     "engine.recorder": 1.2,
     "engine.profiler": 1.2,
     "engine.socket_path": 1.2,
+    "engine.door": 1.2,
     # parts without policy
     "engine.sampling": 2,
     "engine.transforms": 2.1,
@@ -82,6 +83,7 @@ FRONTEND_LAYERS = {
     # the engine's side, the text side, the socket's side
     "frontend.streams": 1.8,
     "frontend.attachment": 1.9,
+    "frontend.handshake": 1.9,
     "frontend.engine_client": 2,
     "frontend.deltas": 2,
     "frontend.connections": 1.9,
@@ -156,7 +158,11 @@ BANS: list[tuple[str, tuple[str, ...], str]] = [
 ]
 # (module that may, import only it may have, why)
 ONLY: list[tuple[tuple[str, ...], str, str]] = [
-    (("engine.wire", "frontend.engine_client"), "zmq", "sockets live in one place on each side"),
+    (
+        ("engine.wire", "engine.door", "frontend.engine_client", "frontend.handshake", "deploy.keys"),
+        "zmq",
+        "sockets live in one place on each side; next to it who may connect, and the command that makes the keys",
+    ),
     (("frontend.metrics",), "prometheus_client", "one place turns counters into families"),
     (
         ("frontend.otlp_transport", "frontend.otlp_metrics", "deploy.report_receiver"),
