@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.report import ReportConfig
 from deploy.serve import options as serve_options
 from engine.config import EngineConfig
 from frontend.config import FrontendConfig
@@ -20,7 +21,8 @@ LINK = re.compile(r"\]\(([^)#:]+)\)")
 
 
 def known_flags() -> set[str]:
-    options = [*table(EngineConfig).values(), *table(FrontendConfig).values(), *serve_options().values()]
+    roles = [table(EngineConfig), table(FrontendConfig), serve_options(), table(ReportConfig)]
+    options = [option for role in roles for option in role.values()]
     return {option.flag for option in options} | {"--config", "--help", "--version", "--frontends"}
 
 
