@@ -23,6 +23,7 @@ from frontend.log_format import CURRENT_TRACE_ID, AccessLogger
 from frontend.openai import REQUEST_ID_PATTERN
 from frontend.server import REQUEST_ID, SERVER, TRACE, Server
 from frontend.span_attributes import describe_http, describe_status, error_type
+from frontend.spans import TraceLevel
 from frontend.tracer import LEVEL_HEADER, TRACE_ID_HEADER, level_asked
 
 logger = logging.getLogger(__name__)
@@ -155,18 +156,23 @@ async def _answered(request: web.Request, handler: Handler, route: str) -> web.S
 
 
 def _begin_trace(request: web.Request, route: str) -> None:
-    """Decide whether this request is traced. Raises ApiError for a trace level that cannot be had."""
+    """Decide whether this request is traced. Raises ApiError for a trace level that cannot be had, in a trace of its own."""
     server = request.app[SERVER]
-    level = None
+    level: TraceLevel | None = None
+    refusal: ApiError | None = None
     if LEVEL_HEADER in request.headers:
         is_admin = server.admin.allows(request.headers.get("Authorization"))
-        level = level_asked(request.headers[LEVEL_HEADER], is_admin, is_tracing=server.tracer is not None)
-    if server.tracer is not None:
-        trace = server.tracer.begin(request, f"{request.method} {route}", level)
-        if trace is not None:
-            request[TRACE] = trace
-            CURRENT_TRACE_ID.set(trace.trace_id)
-            describe_http(trace, request, route)
+        try:
+            level = level_asked(request.headers[LEVEL_HEADER], is_admin, is_tracing=server.tracer is not None)
+        except ApiError as error:
+            refusal = error
+    trace = None if server.tracer is None else server.tracer.begin(request, f"{request.method} {route}", level)
+    if trace is not None:
+        request[TRACE] = trace
+        CURRENT_TRACE_ID.set(trace.trace_id)
+        describe_http(trace, request, route)
+    if refusal is not None:
+        raise refusal
 
 
 def _as_api_error(request: web.Request, error: web.HTTPException) -> ApiError:

@@ -183,6 +183,9 @@ class StreamTrace:
             # A prompt that gave no token (a script): it was over with its last chunk.
             ended_ns = step.started_ns if child.chunk_end_ns is None else child.chunk_end_ns
             self._end_prefill(self._index_of(child), child, ended_ns, None)
+        return self._new_decode()
+
+    def _new_decode(self) -> RoundParent:
         hello = self._engine.hello
         return RoundParent(
             resource=self._engine.resource,
@@ -221,6 +224,10 @@ class StreamTrace:
                 self._put("prefill_waiting", new_span_id(), self._server_id, child.queued_ns, ended_ns, error=error)
         elif child.prefilled_ns is None:
             self._end_prefill(index, child, ended_ns, error)
+        elif child.decode is None and error is not None:
+            child.decode = (
+                self._new_decode()
+            )  # broken off before its first round: the error belongs to what it waited for
         if child.decode is not None and child.prefilled_ns is not None:
             attributes = _index_attribute(index) + _decode_attributes(child)
             ended_ns = max(_decoded_ns(child), ended_ns if error is not None else 0)
