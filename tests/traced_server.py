@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from tests import traced
 from tests.cases.client import Client, total
 from tests.e2e.servers import Server, serve
-from tests.frontend.otlp_receivers import Receiver, http_receiver
+from tests.frontend.otlp_receivers import Receiver, grpc_receiver, http_receiver
 from tests.traced import FRONTEND, TABLE, Span, named
 
-HTTP = "http/protobuf"
+HTTP, GRPC = "http/protobuf", "grpc"
 SOON_MS = 50  # a span waits so long for others: tests wait for spans
 WAIT_S = 20.0
 
@@ -73,14 +73,15 @@ class TracedServer:
         """The spans of one request, once its SERVER span has arrived, `also` spans of these names, and nothing waits."""
 
         def has_arrived() -> bool:
-            arrived = self._of(trace_id)
-            return bool(roots(arrived)) and all(named(arrived, name) for name in also)
+            spans = self.arrived(trace_id)
+            return bool(roots(spans)) and all(named(spans, name) for name in also)
 
         self._wait(has_arrived, f"a SERVER span and {also} in trace {trace_id}")
         self.settled()
-        return self._of(trace_id)
+        return self.arrived(trace_id)
 
-    def _of(self, trace_id: str) -> list[Span]:
+    def arrived(self, trace_id: str) -> list[Span]:
+        """Those spans of one trace that have arrived."""
         return [span for span in self.spans() if span.trace_id == trace_id]
 
     def _wait(self, holds: Callable[[], bool], what: str) -> None:
@@ -91,17 +92,20 @@ class TracedServer:
 
 
 @contextmanager
-def traced_server(*arguments: str, **environment: str) -> Iterator[TracedServer]:
+def traced_server(*arguments: str, protocol: str = HTTP, **environment: str) -> Iterator[TracedServer]:
     """A server whose spans go to a collector that takes all of them."""
-    with http_receiver() as receiver, serve(*arguments, **exporting_to(receiver.address, **environment)) as server:
-        yield TracedServer(server, receiver)
+    receiving = http_receiver if protocol == HTTP else grpc_receiver
+    with receiving() as receiver:
+        environment = exporting_to(receiver.address, protocol, **environment)
+        with serve(*arguments, **environment) as server:
+            yield TracedServer(server, receiver)
 
 
-def exporting_to(address: str, **environment: str) -> dict[str, str]:
-    """The environment of a server that exports to `address` (host:port) over HTTP."""
+def exporting_to(address: str, protocol: str = HTTP, **environment: str) -> dict[str, str]:
+    """The environment of a server that exports to `address` (host:port)."""
     return {
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{address}",
-        "OTEL_EXPORTER_OTLP_PROTOCOL": HTTP,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
         "OTEL_BSP_SCHEDULE_DELAY": str(SOON_MS),
         **environment,
     }
