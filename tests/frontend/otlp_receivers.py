@@ -43,6 +43,7 @@ class Behaviour:
     rejected: int = 0  # partial success
     body: bytes | None = None  # instead of a proper reply, HTTP
     hangs: bool = False  # until the receiver ends
+    trickles: bool = False  # takes the request and answers a byte now and then, HTTP
     dies: bool = False  # reads a part of the request and resets the connection, HTTP
 
 
@@ -116,6 +117,11 @@ def http_receiver(*behaviours: Behaviour, port: int = 0, tls: Tls | None = None)
             self._reply(int(status), behaviour)
 
         def _reply(self, status: int, behaviour: Behaviour) -> None:
+            if behaviour.trickles:
+                self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+                while not receiver.over.wait(0.02):
+                    self.wfile.write(b"x")
+                return
             content = _response(behaviour.rejected) if behaviour.body is None else behaviour.body
             self.send_response(status)
             for name, value in behaviour.headers:
