@@ -40,10 +40,11 @@ from protocol.options import (
 PROGRAM = "drafthouse serve"
 DIRECTORY_PREFIX = "drafthouse-"
 ENGINE_STOP_S = 7.0
+ENGINE_DRAIN_S = 5.0  # its frontends have gone by then: of one that was killed, something may still run
 # Beyond its drain time: 2 s for the last words, 1 s for open connections, 5 s to flush telemetry to a collector that hangs.
 FRONTEND_STOP_MARGIN_S = 10.0
 READY_POLL_S = 0.1
-_ENGINE_OWN = ("listen", "allow_plaintext_tcp")
+_ENGINE_OWN = ("listen", "allow_plaintext_tcp", "drain_timeout_s")
 _FRONTEND_OWN = ("engine", "reuse_port", "drain_timeout_s")
 
 
@@ -112,6 +113,7 @@ def programs(plan: Plan, address: str, port: int) -> list[Program]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     python = [sys.executable, "-P", "-m"]  # -P: a directory called engine where the user stands is not ours
     engine = [*python, "engine", *_flags(plan, EngineConfig), f"--listen={address}"]
+    engine.append(f"--drain-timeout-s={ENGINE_DRAIN_S:g}")
     frontend = [
         *python, "frontend", *_flags(plan, FrontendConfig, without=("port",)), f"--engine={address}", f"--port={port}",
         "--reuse-port=true", f"--drain-timeout-s={plan.serve.drain_timeout_s:g}",

@@ -24,7 +24,6 @@ from protocol.options import EXIT_BAD_OPTIONS, from_process, show
 logger = logging.getLogger("engine")
 
 PROGRAM = "drafthouse engine"
-DRAIN_TIMEOUT_S = 5.0  # what still runs that long after the first SIGTERM is aborted
 # The I/O thread must get its turn while the step thread runs pure Python: heartbeats and acknowledgements wait for it.
 SWITCH_INTERVAL_S = 0.0005
 EXIT_FAILURE = 1
@@ -34,7 +33,7 @@ def main() -> int:
     epoch = time.time_ns()
     config = from_process(EngineConfig, program=PROGRAM)
     _configure_logging(config)
-    signals = _Signals()
+    signals = _Signals(config.drain_timeout_s)
     logger.info("configuration %s", show(config))
     try:
         engine = assemble(config, _loading_bar(config), epoch)
@@ -86,8 +85,9 @@ def _configure_logging(config: EngineConfig) -> None:
 class _Signals:
     """SIGTERM and SIGINT: the first drains, the second stops. While loading, either ends the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, drain_timeout_s: float) -> None:
         self.engine: Engine | None = None
+        self._drain_timeout_s = drain_timeout_s
         self._is_draining = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._received)
@@ -99,7 +99,7 @@ class _Signals:
             self.engine.core.stop()
         else:
             self._is_draining = True
-            self.engine.core.drain(DRAIN_TIMEOUT_S)
+            self.engine.core.drain(self._drain_timeout_s)
 
 
 def _loading_bar(config: EngineConfig) -> OnProgress:

@@ -84,6 +84,7 @@ def assemble(config: EngineConfig, on_progress: OnProgress, epoch: int) -> Engin
         eos_token_ids=frozenset(mechanism.eos_token_ids),
         unsupported_sampling=mechanism.unsupported_sampling,
         takes_scripts=config.executor == "sim",
+        queue_timeout_ns=None if config.queue_timeout_s is None else int(config.queue_timeout_s * 1e9),
     )
     ledger = Ledger(
         EngineIdentity(config.engine_id, epoch),

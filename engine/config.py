@@ -74,6 +74,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_tokens: Annotated[
         int | None, Meta(ge=0, description="most prompt tokens waiting; default: no limit of its own")
     ] = None
+    queue_timeout_s: Annotated[
+        float | None,
+        Meta(
+            gt=0, le=86_400, description="seconds a request may wait for its turn; more and it is refused; default: any"
+        ),
+    ] = None
+    drain_timeout_s: Annotated[
+        float, Meta(ge=0, le=3600, description="seconds that running requests get to finish after SIGTERM")
+    ] = 8.0
     check_laws: Annotated[bool, Meta(description="debug: check the counters' laws after every step")] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
     log_format: Annotated[Literal["text", "json"], Meta(description="text, or json: one object per line")] = "text"

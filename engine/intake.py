@@ -28,6 +28,7 @@ class PolicySettings:
     eos_token_ids: frozenset[int]
     unsupported_sampling: frozenset[str] = frozenset()  # SamplingParams fields with which a row runs at k = 0
     takes_scripts: bool = False  # a simulated engine
+    queue_timeout_ns: int | None = None  # longest wait for a first row; None: any
 
     def __post_init__(self) -> None:
         capacity = self.capacity

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from engine.accounts import Accounts
-from engine.intake import DEADLINE_PASSED, PolicySettings, overload, refusal, rejection
+from engine.expiry import Expiry
+from engine.intake import PolicySettings, overload, refusal, rejection
 from engine.kv.cache import KVCache
 from engine.plan import RowBegin, RowCommit, Span, SpanKind, StepPlan
 from engine.sequence import Arrival, ChildKey, Committed, Outcome, Sequence
 from engine.speculation.budget import DraftLimits, draft_budget
 from engine.waiting import WaitingQueue
 from protocol.messages import Close, Finish, Load, Submit
-from protocol.reasons import FinishReason, RejectReason
+from protocol.reasons import RejectReason
 
 
 class Scheduler:
@@ -48,7 +49,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # in order
         self._followers: dict[ChildKey, list[Sequence]] = {}  # children waiting for child 0 to compute their prompt
-        self._deadlines: dict[ChildKey, int] = {}
+        self._expiry = Expiry(settings.queue_timeout_ns)
         self._free_rows = list(range(capacity.max_num_seqs))  # a heap: low rows keep the batch dense
         self._ends: list[int] = []
         self._begins: list[RowBegin] = []
@@ -89,8 +90,7 @@ class Scheduler:
         children = self._children(frontend_id, submit)
         for child in children:
             self._live[child.key] = child
-            if child.deadline_ns is not None:
-                self._deadlines[child.key] = child.deadline_ns
+            self._expiry.add(child)
             self._accounts.open(child)
         self._waiting.add(children[0])
         if len(children) > 1:
@@ -142,20 +142,14 @@ class Scheduler:
         return plan
 
     def _expire(self) -> None:
-        if not self._deadlines:
-            return
-        now_ns = self._now_ns()
-        for key in [key for key, deadline_ns in self._deadlines.items() if deadline_ns <= now_ns]:
-            if self._has_started(self._live[key]):
-                finish = Finish(FinishReason.ABORT, message=DEADLINE_PASSED)
-            else:
-                finish = rejection(RejectReason.EXPIRED, DEADLINE_PASSED)
-            self._accounts.end(key, finish)
-            self._remove(key)
+        if self._expiry.next_ns is not None:
+            for key, finish in self._expiry.due(self._now_ns(), self._has_started):
+                self._accounts.end(key, finish)
+                self._remove(key)
 
-    def _has_started(self, sequence: Sequence) -> bool:
-        leader = self._live.get(sequence.key._replace(child=0))
-        return sequence.scheduled_ns is not None or leader is None or leader.scheduled_ns is not None
+    def _has_started(self, key: ChildKey) -> bool:
+        leader = self._live.get(key._replace(child=0))
+        return self._live[key].scheduled_ns is not None or leader is None or leader.scheduled_ns is not None
 
     def _reserve_roots(self, paused: frozenset[str]) -> list[Sequence]:
         """The rows that decode in this step, each with room for one more token; preempts whoever comes last for it."""
@@ -258,6 +252,7 @@ class Scheduler:
         bisect.insort(self._running, sequence, key=_order)
         if sequence.scheduled_ns is None:
             sequence.scheduled_ns = self._now_ns()
+            self._expiry.scheduled(sequence.key)
             asks_cache = sequence.key.child == 0 and self._cache.can_read(sequence)
             self._accounts.scheduled(sequence, sequence.num_prompt if asks_cache else 0, num_hit if asks_cache else 0)
         else:
@@ -349,7 +344,7 @@ class Scheduler:
         sequence = self._live.pop(key, None)
         if sequence is None:
             return
-        self._deadlines.pop(key, None)
+        self._expiry.forget(key)
         if sequence.row is not None:
             self._leave_row(sequence)
         elif sequence in self._waiting:
@@ -371,7 +366,7 @@ class Scheduler:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        return min(self._deadlines.values(), default=None)
+        return self._expiry.next_ns
 
     def load(self, num_frontends: int, reporter: str = "") -> Load:
         """The gauges at this moment. `reporter`: the longest attached frontend, "" when there is none."""

@@ -10,13 +10,15 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import replace
 
 import msgspec
 from aiohttp import web
 
 from frontend.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
-from frontend.choices import Piece
+from frontend.choices import Choice, Piece
 from frontend.connections import end_at_half_close
+from frontend.deadlines import HEADER, Deadline, deadline_of
 from frontend.engine_client import EngineLost
 from frontend.errors import ApiError, overloaded
 from frontend.generation import Generation, Job
@@ -30,6 +32,8 @@ from frontend.spans import TraceLevel
 from frontend.sse import EventStream
 
 logger = logging.getLogger(__name__)
+
+_LATE = (503, 504)  # by the engine, which ends what is late as it ends what it cannot run; by this process
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -46,13 +50,14 @@ async def _serve(request: web.Request, kind: type[CompletionRequest] | type[Chat
     trace = request.get(TRACE)
     if trace is not None:
         describe_kind(trace, kind, server.model_name)
+    deadline = deadline_of(request.headers.getall(HEADER, ()), server.config.request_timeout_s, arrived_s)
     asked = await _decoded(server, request, kind)
     if trace is not None:
         describe_request(trace, asked)
     if not asked.stream:
         end_at_half_close(request)
     async with (
-        _admitted(server, asked, trace) as job,
+        _admitted(server, asked, deadline, trace) as job,
         Generation(server.engine, server.text.tokenizer, job, server.metrics, arrived_s, trace=trace) as generation,
     ):
         answer = _answer(server, request, asked, generation)
@@ -61,7 +66,7 @@ async def _serve(request: web.Request, kind: type[CompletionRequest] | type[Chat
                 return await _stream(server, request, answer)
             return await _whole(answer)
         except EngineLost as lost:
-            raise overloaded(f"the engine was lost: {lost.reason}") from None
+            raise _lost(server, lost) from None
         finally:
             if trace is not None:
                 describe_answer(trace, answer)
@@ -81,9 +86,12 @@ async def _decoded(
 
 
 @asynccontextmanager
-async def _admitted(server: Server, asked: GenerationRequest, trace: RequestTrace | None) -> AsyncIterator[Job]:
+async def _admitted(
+    server: Server, asked: GenerationRequest, deadline: Deadline | None, trace: RequestTrace | None
+) -> AsyncIterator[Job]:
     """The job of a request that this server can take now; its share of the limits is held until the block ends."""
     hello = server.hello()
+    _check_deadline(server, deadline)
     draft = draft_of(asked, server.config.max_prompts)
     max_model_len = hello.capacity.max_model_len
     with server.admission.reserve(draft.num_sequences, hello.capacity) as reservation:
@@ -93,10 +101,25 @@ async def _admitted(server: Server, asked: GenerationRequest, trace: RequestTrac
             level = server.config.per_request_spec_decode_metrics
             job = await off_loop(draft.num_chars, job_of, draft, server.text, hello, level)
         reservation.reserve_tokens(job.num_prompt_tokens)
+        _check_deadline(server, deadline)
         try:
-            yield job
+            yield replace(job, deadline=deadline)
         except EngineLost as lost:  # by submitting
-            raise overloaded(f"the engine was lost: {lost.reason}") from None
+            raise _lost(server, lost) from None
+
+
+def _check_deadline(server: Server, deadline: Deadline | None) -> None:
+    """Refuse what is late before it costs anything more: under overload the body alone may have taken its time."""
+    if deadline is not None and deadline.has_passed:
+        server.metrics.rejected("expired")
+        raise deadline.error()
+
+
+def _lost(server: Server, lost: EngineLost) -> ApiError:
+    """What a client is told whose engine went, or whose frontend leaves the engine because it goes itself."""
+    if server.admission.is_draining:
+        return overloaded("this server is shutting down and could not finish this request", retry_after_s=5)
+    return overloaded(f"the engine was lost: {lost.reason}")
 
 
 @contextmanager
@@ -129,7 +152,7 @@ def _answer(server: Server, request: web.Request, asked: GenerationRequest, gene
 
 async def _whole(answer: Answer) -> web.Response:
     pieces = {choice.index: Piece() for choice in answer.generation.choices}
-    while moved := await answer.generation.changed():
+    while moved := await _moved(answer.generation):
         for choice in moved:
             piece = choice.take()
             if piece is not None:
@@ -141,9 +164,9 @@ async def _whole(answer: Answer) -> web.Response:
 async def _stream(server: Server, request: web.Request, answer: Answer) -> web.StreamResponse:
     async with EventStream(request, server.config.sse_ping_interval_s) as events:
         try:
-            await _send_pieces(answer, events)
+            await _send_pieces(request, answer, events)
         except (ApiError, EngineLost) as error:
-            failure = error if isinstance(error, ApiError) else overloaded(f"the engine was lost: {error.reason}")
+            failure = error if isinstance(error, ApiError) else _lost(server, error)
             if not events.has_started:
                 raise failure from None
             answer.generation.end("error")
@@ -169,13 +192,45 @@ def _fail_trace(request: web.Request, reason: str) -> None:
         trace.fail(reason)
 
 
-async def _send_pieces(answer: Answer, events: EventStream) -> None:
-    while moved := await answer.generation.changed():
+async def _send_pieces(request: web.Request, answer: Answer, events: EventStream) -> None:
+    deadline = answer.generation.job.deadline
+    while moved := await _moved(answer.generation):
         chunks = []
         for choice in moved:
             piece = choice.take()
             if piece is not None:
                 chunks += answer.chunks(choice, piece)
-        await events.send(chunks)
+        async with _read_in_time(request, deadline):
+            await events.send(chunks)
     if answer.options.include_usage:
         await events.send([answer.usage_chunk()])
+
+
+async def _moved(generation: Generation) -> list[Choice]:
+    """As `Generation.changed`, but no later than the request's deadline, which ends all its children."""
+    deadline = generation.job.deadline
+    if deadline is None:
+        return await generation.changed()
+    try:
+        async with deadline.enforced():
+            return await generation.changed()
+    except ApiError as error:
+        if error.status not in _LATE or not deadline.has_passed:
+            raise
+        generation.end("abort")
+        raise deadline.error() from None
+
+
+@asynccontextmanager
+async def _read_in_time(request: web.Request, deadline: Deadline | None) -> AsyncIterator[None]:
+    """Drop the connection of a client that does not read until the deadline: what was written can never be flushed."""
+    if deadline is None:
+        yield
+        return
+    try:
+        async with deadline.enforced():
+            yield
+    except ApiError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client did not read its stream until the deadline") from None

@@ -81,6 +81,10 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["none", "summary", "detailed"],
         Meta(description="speculation statistics in every answer; a request may ask for its own"),
     ] = "none"
+    request_timeout_s: Annotated[
+        float | None,
+        Meta(gt=0, le=86_400, description="seconds a request may take that names no X-Request-Timeout; default: any"),
+    ] = None
 
     def __post_init__(self) -> None:
         check_address(self.engine)

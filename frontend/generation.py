@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Protocol
 
 from frontend.choices import Choice, TextSettings
+from frontend.deadlines import Deadline
 from frontend.errors import ApiError, overloaded
 from frontend.metrics import FinishedChoice, FrontendMetrics
 from frontend.request_trace import RequestTrace
@@ -31,6 +32,7 @@ _REJECTION_LABELS = {
     RejectReason.QUEUED_TOKENS_FULL: "max_num_queued_tokens",
     RejectReason.EXPIRED: "expired",
     RejectReason.DRAINING: "draining",
+    RejectReason.QUEUE_TIMEOUT: "queue_timeout",
 }
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class Job:
     sim: SimScript | None = None
     asked_max_tokens: int | None = None
     operation: str = "text_completion"  # gen_ai.operation.name
+    deadline: Deadline | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -178,7 +181,7 @@ class Generation:
             job.n,
             awaits_close=job.settings.awaits_close,
             sim=job.sim,
-            remaining_ns=None,
+            remaining_ns=None if job.deadline is None else job.deadline.remaining_ns,
             priority=job.priority,
             trace=self.trace,
         )

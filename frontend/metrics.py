@@ -20,7 +20,14 @@ from frontend.exposition import CLASSIC_CONTENT_TYPE, Exemplar, MetricFamily, Sa
 from frontend.spans import DropReason
 
 FINISHED_REASONS: Final = ("stop", "length", "abort", "error")
-REJECTION_REASONS: Final = ("max_num_queued_reqs", "max_num_queued_tokens", "expired", "draining", "engine_down")
+REJECTION_REASONS: Final = (
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
+    "expired",
+    "draining",
+    "engine_down",
+    "queue_timeout",
+)
 ABANDONED_STAGES: Final = ("body", "tokenize")
 TRACE_DECISIONS: Final = ("sampled", "unsampled", "limited")
 SPAN_DROP_REASONS: Final = tuple(reason.name.lower() for reason in DropReason)

@@ -37,6 +37,7 @@ class RejectReason(IntEnum):
     INVALID = 3
     EXPIRED = 4
     DRAINING = 5
+    QUEUE_TIMEOUT = 6  # waited for longer than this engine lets anybody wait
 
     @property
     def is_overload(self) -> bool:
@@ -50,6 +51,7 @@ _OVERLOAD = frozenset(
         RejectReason.QUEUED_TOKENS_FULL,
         RejectReason.EXPIRED,
         RejectReason.DRAINING,
+        RejectReason.QUEUE_TIMEOUT,
     }
 )
 

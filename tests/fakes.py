@@ -203,6 +203,7 @@ class Engine:
     unsupported_sampling: frozenset[str] = frozenset()
     executor: Executor | None = None
     takes_scripts: bool = False
+    queue_timeout_ns: int | None = None
     frontends: Sequence[str] = ("f",)
     check_laws: bool = True
     clock: FakeClock = field(default_factory=FakeClock)
@@ -220,7 +221,13 @@ class Engine:
             prefix_caching=self.prefix_caching,
         )
         settings = PolicySettings(
-            capacity, self.max_draft_len, VOCAB, frozenset({EOS}), self.unsupported_sampling, self.takes_scripts
+            capacity,
+            self.max_draft_len,
+            VOCAB,
+            frozenset({EOS}),
+            self.unsupported_sampling,
+            self.takes_scripts,
+            self.queue_timeout_ns,
         )
         self.fake = FakeExecutor(self.block_size, self.max_draft_len)
         self.publisher = FakePublisher(self.frontends)

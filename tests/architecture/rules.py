@@ -32,6 +32,7 @@ ENGINE_LAYERS = {
     "engine.transforms": 2.1,
     "engine.waiting": 2,
     "engine.intake": 2.1,
+    "engine.expiry": 2.2,
     "engine.kv.pool": 2,
     "engine.kv.blocks": 2,
     "engine.kv.prefix": 2,
@@ -66,6 +67,7 @@ FRONTEND_LAYERS = {
     "frontend.config": 0,
     "frontend.bodies": 0.1,
     "frontend.openai": 1,
+    "frontend.deadlines": 1,
     "frontend.families": 1,
     "frontend.exposition": 1,
     # tracing: data, decisions, spelling, sending
