@@ -14,7 +14,7 @@ from frontend.deltas import LatestSnapshot
 from frontend.metrics import FrontendMetrics
 from frontend.otlp_metrics import OtlpMetrics, start_otlp_metrics
 from frontend.spans import Surroundings, TraceLevel
-from frontend.trace_context import RateLimit, sampler_from
+from frontend.trace_context import RateLimit, follows_callers, sampler_from
 from frontend.tracer import Tracer
 from frontend.tracing import Tracing, resource_of, settings_from, start_tracing
 
@@ -86,6 +86,7 @@ def _tracer(
         limit=RateLimit(config.trace_max_per_second, time.monotonic),
         level=TraceLevel(config.trace_level),
         metrics=metrics,
+        follows_callers=follows_callers(environment),
     )
 
 

@@ -110,6 +110,18 @@ def sampler_from(environment: Mapping[str, str]) -> Sampler:
     )
 
 
+def follows_callers(environment: Mapping[str, str]) -> bool:
+    """OTEL_PROPAGATORS: whether a traceparent is read. Raises ValueError naming a format that is not offered.
+
+    `baggage` is taken and carries nothing: no span is made of what a caller says about itself.
+    """
+    names = {name.strip().lower() for name in environment.get("OTEL_PROPAGATORS", "").split(",")} - {""}
+    unknown = sorted(names - {"tracecontext", "baggage", "none"})
+    if unknown:
+        raise ValueError(f"OTEL_PROPAGATORS {unknown[0]!r} is not offered: use tracecontext, baggage or none")
+    return not names or "tracecontext" in names
+
+
 def _ratio(text: str) -> float:
     try:
         ratio = float(text) if text else 1.0

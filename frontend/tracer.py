@@ -27,10 +27,11 @@ class Tracer:
     limit: RateLimit
     level: TraceLevel
     metrics: FrontendMetrics
+    follows_callers: bool = True  # False: OTEL_PROPAGATORS leaves tracecontext out
 
     def begin(self, request: web.Request, name: str, level: TraceLevel | None) -> RequestTrace | None:
         """The trace of this request, None when it is not traced. `level`: the admin's, None for the server's."""
-        caller, is_malformed = read_caller(request.headers)
+        caller, is_malformed = read_caller(request.headers) if self.follows_callers else (None, False)
         if is_malformed:
             self.metrics.malformed_traceparent()
         trace_id = new_trace_id() if caller is None else caller.trace_id

@@ -14,6 +14,7 @@ from frontend.trace_context import (
     Caller,
     RateLimit,
     Sampler,
+    follows_callers,
     new_trace_id,
     read_caller,
     sampler_from,
@@ -167,6 +168,19 @@ def test_each_sampler_decides_as_the_specification_says(name, argument, alone, s
 def test_a_sampler_that_is_not_offered_is_refused_by_name(environment, named):
     with pytest.raises(ValueError, match=named):
         sampler_from(environment)
+
+
+@pytest.mark.parametrize(
+    ("propagators", "follows"),
+    [("", True), ("tracecontext,baggage", True), ("Baggage", False), ("none", False), (" tracecontext ", True)],
+)
+def test_the_propagators_say_whether_a_caller_is_followed(propagators, follows):
+    assert follows_callers({"OTEL_PROPAGATORS": propagators}) is follows
+
+
+def test_a_propagator_that_is_not_offered_is_refused_by_name():
+    with pytest.raises(ValueError, match="OTEL_PROPAGATORS 'b3'"):
+        follows_callers({"OTEL_PROPAGATORS": "tracecontext,b3"})
 
 
 def test_the_rate_limit_holds_over_any_second_and_refills():
