@@ -10,6 +10,7 @@ ROLES = {
     "serve": ("deploy.serve", "an engine and its frontends on this machine"),
     "engine": ("engine.__main__", "one engine: the model, drafting and verifying"),
     "frontend": ("frontend.__main__", "one frontend: the OpenAI HTTP API and /metrics"),
+    "keys": ("deploy.keys", "make the keys that encrypt the wire between machines"),
     "report": ("deploy.report", "pictures of what speculation did, from a live server or a trace file"),
 }
 

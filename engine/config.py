@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.curve_keys import check_curve_options
 from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address
 from protocol.served_name import check_served_model_name
 
@@ -89,9 +90,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     profile_dir: Annotated[
         str | None, Meta(description="directory for profiles of /start_profile; without one profiling is refused")
     ] = None
+    curve_key_file: Annotated[
+        str | None, Meta(description="this engine's secret key: encrypts tcp:// (see `drafthouse keys`)")
+    ] = None
+    curve_client_keys: Annotated[
+        str | None, Meta(description="public keys of the frontends that may connect; with --curve-key-file")
+    ] = None
 
     def __post_init__(self) -> None:
-        check_listen_address(self.listen, allow_plaintext_tcp=self.allow_plaintext_tcp)
+        has_curve = check_curve_options(
+            self.curve_key_file, self.curve_client_keys, "--curve-client-keys", [self.listen]
+        )
+        if has_curve and self.allow_plaintext_tcp:
+            raise ValueError(
+                "--allow-plaintext-tcp and --curve-key-file contradict each other: with keys nothing is plain"
+            )
+        check_listen_address(self.listen, allow_plaintext_tcp=self.allow_plaintext_tcp or has_curve)
         if self.served_model_name is not None:
             check_served_model_name(self.served_model_name)
         if self.lookup_min > self.lookup_max:
@@ -132,7 +146,8 @@ def check_listen_address(address: str, *, allow_plaintext_tcp: bool) -> None:
     if not is_private and not allow_plaintext_tcp:
         raise ValueError(
             f"--listen {address} can be reached from other machines, and the wire is neither encrypted nor authenticated "
-            "(CURVE is not supported yet): use ipc:// or tcp://127.0.0.1, or say --allow-plaintext-tcp true"
+            "without keys: give --curve-key-file and --curve-client-keys (`drafthouse keys` makes them), use ipc:// or "
+            "tcp://127.0.0.1, or say --allow-plaintext-tcp true"
         )
 
 

@@ -2,8 +2,8 @@
 
 Owns attaching and cutting off, heartbeats, fences, flow control, and refusing what is no message. Answers all of that
 while the step thread is busy for seconds. Never schedules, counts no tokens, and never changes a StepOutput. Implements
-core's `Inbox` (through engine.handover) and `Publisher`; built and closed by engine.__main__. The only zmq user in the
-engine.
+core's `Inbox` (through engine.handover) and `Publisher`; built and closed by engine.__main__. Who may connect is
+engine.door's.
 """
 
 import logging
@@ -15,13 +15,14 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
+from engine.door import Door
 from engine.handover import Mailbox, ProfileLine, Waker, WireFailure
 from engine.peers import Peer
 from engine.sequence import Arrival, Gone
 from engine.socket_path import check_socket_path
 from protocol.codec import MAX_MESSAGE_BYTES, MalformedMessage, decode_from_frontend, encode
+from protocol.curve_keys import ServerKeys
 from protocol.endpoints import HEARTBEAT_INTERVAL_S, MAX_FRONTENDS, MAX_UNACKNOWLEDGED_STEPS, SEND_HIGH_WATER_MARK
 from protocol.messages import (
     SCHEMA_VERSION,
@@ -56,16 +57,19 @@ RECEIVE_BATCH = 256  # messages read before published steps get their turn again
 MAX_PENDING = 10_000  # messages of one frontend that the step thread has not taken; more and it is cut off
 LINGER_MS = 1_000  # how long closing waits for frontends to take their last messages
 CLOSE_TIMEOUT_S = 5.0
-_HANDSHAKE_FAILURES = (
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
-)
 
 
 class Wire:
     """Inbox and Publisher for one EngineCore. `hello` describes the engine; its step_id, counters and load are the
-    state before the first step."""
+    state before the first step. `keys`: of CURVE; None for a wire in the clear."""
 
-    def __init__(self, address: str, hello: Hello, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        keys: ServerKeys | None = None,
+    ) -> None:
         self.refused_messages = 0
         self.frontends_cut_off = 0
         self._address = address
@@ -74,7 +78,7 @@ class Wire:
         self.profiles = ProfileLine(self._bell.ring)
         self._mailbox = Mailbox(self.profiles)
         self._attached: tuple[str, ...] = ()
-        self._switchboard = _Switchboard(self, hello, clock_ns)
+        self._switchboard = _Switchboard(self, hello, clock_ns, Door(keys))
         self._thread = threading.Thread(target=self._run, name="wire", daemon=True)
         self._is_closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -149,7 +153,7 @@ class Wire:
 class _Switchboard:
     """The I/O thread's own state. Everything here but `bind` runs in that thread."""
 
-    def __init__(self, wire: Wire, hello: Hello, clock_ns: Callable[[], int]) -> None:
+    def __init__(self, wire: Wire, hello: Hello, clock_ns: Callable[[], int], door: Door) -> None:
         self._wire = wire
         self._mailbox = wire._mailbox
         self._hello = hello
@@ -159,8 +163,8 @@ class _Switchboard:
         self._last_sent_ns = self._last_beat_ns = clock_ns()
         self._refused_seen = 0
         self._socket_path: Path | None = None
+        self._door = door
         self._router: zmq.Socket[bytes]
-        self._monitor: zmq.Socket[bytes]
 
     def bind(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
         """Take the address. Raises `WireFailure`."""
@@ -170,7 +174,7 @@ class _Switchboard:
         self._router = context.socket(zmq.ROUTER)
         for option, value in _ROUTER_OPTIONS.items():
             self._router.setsockopt(option, value)
-        self._monitor = self._router.get_monitor_socket(_HANDSHAKE_FAILURES)
+        self._door.guard(context, self._router)
         try:
             self._router.bind(address)
         except zmq.ZMQError as error:
@@ -182,14 +186,15 @@ class _Switchboard:
     def serve(self) -> None:
         """Until the wire closes: publish, receive, keep time."""
         poller = zmq.Poller()
-        for source in (self._router, self._monitor, self._wire._bell.fileno()):
+        for source in (self._router, *self._door.sockets(), self._wire._bell.fileno()):
             poller.register(source, zmq.POLLIN)
         while not self._wire._is_closing:
             poller.poll(TICK_MS)
             self._wire._bell.clear()
             self._publish()
             is_drained = self._receive()
-            self._count_handshake_failures()
+            for reason in self._door.attend():
+                self._refuse(b"", reason)
             self._keep_time(check_silence=is_drained)
         self._publish()
         for peer in list(self._peers.values()):
@@ -376,13 +381,6 @@ class _Switchboard:
 
     def _update_paused(self) -> None:
         self._mailbox.set_paused(frozenset(p.frontend_id for p in self._peers.values() if p.is_behind))
-
-    def _count_handshake_failures(self) -> None:
-        """A connection that does not speak ZeroMQ is foreign: counted like any refused message."""
-        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            if event["event"] & _HANDSHAKE_FAILURES:
-                self._refuse(b"", "the connection does not speak ZeroMQ")
 
 
 _ROUTER_OPTIONS = {

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.curve_keys import check_curve_options
 from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address
 from protocol.served_name import check_served_model_name
 
@@ -85,9 +86,38 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
         float | None,
         Meta(gt=0, le=86_400, description="seconds a request may take that names no X-Request-Timeout; default: any"),
     ] = None
+    api_key_file: Annotated[
+        str | None,
+        Meta(
+            description="file with the keys of clients, KEY or NAME: KEY a line; without it and without a key in "
+            "DRAFTHOUSE_API_KEY everybody may use the API"
+        ),
+    ] = None
+    max_requests_per_key: Annotated[
+        int | None, Meta(ge=1, le=1_000_000, description="most requests of one API key at a time, per frontend")
+    ] = None
+    requests_per_minute_per_key: Annotated[
+        int | None, Meta(ge=1, le=1_000_000, description="most requests of one API key in any minute, per frontend")
+    ] = None
+    request_read_timeout_s: Annotated[
+        float, Meta(gt=0, le=3600, description="seconds a client may take to send a request's head, and then its body")
+    ] = 60.0
+    max_connections: Annotated[
+        int | None,
+        Meta(ge=1, le=1_000_000, description="most client connections; default: what the limit of open files allows"),
+    ] = None
+    curve_key_file: Annotated[
+        str | None, Meta(description="this frontend's secret key: encrypts tcp:// (see `drafthouse keys`)")
+    ] = None
+    curve_server_key_file: Annotated[
+        str | None, Meta(description="public key that the engine must have; with --curve-key-file")
+    ] = None
 
     def __post_init__(self) -> None:
         check_address(self.engine)
+        check_curve_options(
+            self.curve_key_file, self.curve_server_key_file, "--curve-server-key-file", self.engine.split(",")
+        )
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
         if not self.host:

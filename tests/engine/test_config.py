@@ -7,6 +7,8 @@ from engine.config import EngineConfig
 from frontend.config import FrontendConfig
 from protocol.options import OptionsError, parse, table
 
+CURVE = ("--curve-key-file", "k", "--curve-client-keys", "c")
+
 
 def config(*arguments: str) -> EngineConfig:
     return parse(EngineConfig, arguments, {}, program="engine")
@@ -37,8 +39,11 @@ def test_the_promised_defaults():
         (("--kv-cache-tokens", "8"), "--kv-cache-tokens 8 is less than one --block-size 16"),
         (("--kv-cache-tokens", "99999999999"), "--kv-cache-tokens: expected int <="),
         (("--listen", "http://x"), "no engine address"),
-        (("--listen", "tcp://0.0.0.0:5570"), "CURVE is not supported yet"),
+        (("--listen", "tcp://0.0.0.0:5570"), "without keys"),
         (("--listen", "tcp://10.1.2.3:5570"), "--allow-plaintext-tcp"),
+        (("--curve-key-file", "k"), "--curve-key-file works only together with --curve-client-keys"),
+        (("--listen", "ipc:///run/x", *CURVE), "--curve-key-file says nothing about ipc:///run/x"),
+        (("--listen", "tcp://0.0.0.0:5570", "--allow-plaintext-tcp", *CURVE), "contradict"),
         (("--engine-id", "a b"), "--engine-id"),
         (("--engine-id", ""), "--engine-id"),
         (("--served-model-name", "my model"), "would read 0"),
@@ -59,18 +64,25 @@ def test_private_addresses_need_no_permission(address: str):
     assert config("--listen", address).listen == address
 
 
+def test_with_keys_an_engine_may_listen_where_others_can_reach_it():
+    assert config("--listen", "tcp://0.0.0.0:5570", *CURVE).curve_key_file == "k"
+
+
 def test_plaintext_beyond_this_machine_is_possible_when_said():
     assert config("--listen", "tcp://0.0.0.0:5570", "--allow-plaintext-tcp").allow_plaintext_tcp
 
 
 def test_serve_takes_every_option_of_both_roles_but_what_it_decides_itself():
     both = set(table(EngineConfig)) | set(table(FrontendConfig)) | {"frontends"}
-    assert set(serve_options()) == both - {"listen", "allow_plaintext_tcp", "engine", "reuse_port"}
+    assert set(serve_options()) == both - {
+        "listen", "allow_plaintext_tcp", "engine", "reuse_port", "curve_key_file", "curve_client_keys",
+        "curve_server_key_file",
+    }  # fmt: skip
 
 
 def test_options_that_two_roles_share_have_one_type_and_default():
     engine, frontend = table(EngineConfig), table(FrontendConfig)
     shared = set(engine) & set(frontend)
-    assert shared == {"model", "served_model_name", "log_level", "log_format", "drain_timeout_s"}
+    assert shared == {"model", "served_model_name", "log_level", "log_format", "drain_timeout_s", "curve_key_file"}
     for name in shared:
         assert engine[name].default == frontend[name].default
