@@ -9,9 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+
+import requests
 
 from tests import traced
-from tests.cases.client import Client, total
+from tests.cases.client import COMPLETIONS, Client, total
+from tests.cases.laws import Increments, engine_scope, increments
 from tests.e2e.servers import Server, serve
 from tests.frontend.otlp_receivers import Receiver, grpc_receiver, http_receiver
 from tests.traced import FRONTEND, TABLE, Span, named
@@ -19,6 +23,7 @@ from tests.traced import FRONTEND, TABLE, Span, named
 HTTP, GRPC = "http/protobuf", "grpc"
 SOON_MS = 50  # a span waits so long for others: tests wait for spans
 WAIT_S = 20.0
+WIDTH = 5  # draft tokens per round of the servers here
 
 
 @dataclass(frozen=True)
@@ -124,3 +129,35 @@ def checked(spans: Sequence[Span], parent_id: str, level: int = 2) -> Span:
     assert server.end_ns >= server.start_ns
     traced.check_trace([span for span in spans if span is not server], server.span_id, level)
     return server
+
+
+# ---- requests of a simulated engine, and what became of them ----
+
+
+@contextmanager
+def counted(server: TracedServer) -> Iterator[list[Increments]]:
+    """What the engine counts in the block comes into the list behind it."""
+    found: list[Increments] = []
+    before = engine_scope(server.client.metrics())
+    yield found
+    found.append(increments(before, engine_scope(server.client.metrics()), WIDTH))
+
+
+def body_of(path: str, streamed: bool, **fields: Any) -> dict[str, Any]:
+    prompt = {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+    return {**prompt, "stream": streamed, "max_tokens": 512, **fields}
+
+
+def ask(server: TracedServer, body: dict[str, Any], path: str = COMPLETIONS, **headers: str) -> Parent:
+    """A request that succeeds, read to its end."""
+    parent = Parent()
+    response = requests.post(server.server.base_url + path, json=body, headers=parent.headers | headers, timeout=30)
+    assert response.status_code == 200, response.text
+    assert b'"error"' not in response.content
+    return parent
+
+
+def errors(spans: Sequence[Span]) -> dict[str, str]:
+    """Names of the spans in error, the SERVER span as "server", and what they say."""
+    servers = roots(spans)
+    return {"server" if span in servers else span.name: span.message for span in spans if span.is_error}
