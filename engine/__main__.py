@@ -14,8 +14,10 @@ from types import FrameType
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from engine.alive_file import AliveFile, Touching
 from engine.assembly import Engine, OnProgress, assemble
 from engine.config import EngineConfig
+from engine.core import Errands
 from engine.wire import WireFailure
 from protocol.log_lines import JsonLines, install
 from protocol.model_files import ModelFilesError
@@ -36,6 +38,7 @@ def main() -> int:
     signals = _Signals(config.drain_timeout_s)
     logger.info("configuration %s", show(config))
     try:
+        alive = None if config.alive_file is None else AliveFile(config.alive_file)
         engine = assemble(config, _loading_bar(config), epoch)
     except (ModelFilesError, ValueError) as error:
         return _end(str(error), EXIT_BAD_OPTIONS)
@@ -46,10 +49,10 @@ def main() -> int:
         engine.wire.start()
     except WireFailure as error:
         return _end(str(error), EXIT_FAILURE)
-    return _serve(engine, config, signals)
+    return _serve(engine, config, signals, alive)
 
 
-def _serve(engine: Engine, config: EngineConfig, signals: "_Signals") -> int:
+def _serve(engine: Engine, config: EngineConfig, signals: "_Signals", alive: AliveFile | None) -> int:
     """Run until told to stop or until something fails; the wire's last words are sent in every case."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
@@ -63,14 +66,17 @@ def _serve(engine: Engine, config: EngineConfig, signals: "_Signals") -> int:
         engine.hello.speculator, engine.hello.max_draft_len, capacity.max_model_len,
         capacity.num_blocks * capacity.block_size, (time.time_ns() - engine.hello.epoch) / 1e9,
     )  # fmt: skip
+    errands: Errands = engine.profiles if alive is None else Touching(alive, engine.profiles, time.monotonic_ns)
     try:
-        return engine.core.run(engine.profiles)
+        return engine.core.run(errands)
     except Exception:
         logger.exception("engine failed")
         return EXIT_FAILURE
     finally:
         engine.profiles.close()
         engine.wire.close()
+        if alive is not None:
+            alive.remove()
         logger.info("stopped")
 
 

@@ -96,6 +96,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     curve_client_keys: Annotated[
         str | None, Meta(description="public keys of the frontends that may connect; with --curve-key-file")
     ] = None
+    alive_file: Annotated[
+        str | None, Meta(description="file that the step loop touches every 5 s while it turns, for health checks")
+    ] = None
 
     def __post_init__(self) -> None:
         has_curve = check_curve_options(

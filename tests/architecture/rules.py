@@ -58,6 +58,7 @@ ENGINE_LAYERS = {
     "engine.scheduler": 9,
     "engine.wire": 9,
     "engine.core": 10,
+    "engine.alive_file": 10.1,
     "engine.assembly": 11,
     "engine.__main__": 12,
 }
