@@ -23,6 +23,7 @@ from msgspec import Meta
 import deploy
 from deploy.supervisor import EXIT_FAILURE, Program, Supervisor
 from engine.config import EngineConfig
+from frontend.api_keys import VARIABLE
 from frontend.config import FrontendConfig
 from protocol.model_files import ModelFilesError, resolve
 from protocol.options import (
@@ -98,7 +99,7 @@ def options() -> dict[str, Option]:
 
 def read_plan(arguments: list[str], environment: Mapping[str, str]) -> Plan:
     """Parse and check. Raises `OptionsError`, `ModelFilesError`, `HelpRequested`."""
-    given = read(options(), arguments, environment, program=PROGRAM)
+    given = read(options(), arguments, environment, program=PROGRAM, secrets=(VARIABLE,))
     serve, engine, frontend = (build(kind, given) for kind in (ServeConfig, EngineConfig, FrontendConfig))
     assert isinstance(serve, ServeConfig) and isinstance(engine, EngineConfig) and isinstance(frontend, FrontendConfig)
     # Also fetches a model of the hub once, before two processes want it at the same time.
@@ -118,11 +119,12 @@ def programs(plan: Plan, address: str, port: int) -> list[Program]:
         *python, "frontend", *_flags(plan, FrontendConfig, without=("port",)), f"--engine={address}", f"--port={port}",
         "--reuse-port=true", f"--drain-timeout-s={plan.serve.drain_timeout_s:g}",
     ]  # fmt: skip
+    secret = {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}  # the engine needs none
     frontend_stop_s = plan.serve.drain_timeout_s + FRONTEND_STOP_MARGIN_S
     return [
         Program("engine", engine, environment, 1, ENGINE_STOP_S),
         *(
-            Program(f"frontend {number}", frontend, environment, 0, frontend_stop_s)
+            Program(f"frontend {number}", frontend, environment | secret, 0, frontend_stop_s)
             for number in range(1, plan.serve.frontends + 1)
         ),
     ]
@@ -156,9 +158,26 @@ def _summary(plan: Plan) -> list[str]:
 
 
 async def _announce(plan: Plan, port: int, supervisor: Supervisor) -> None:
-    """Wait until every frontend listens and answers ready, then say where. The kernel spreads connections over them."""
+    """Wait until everything is ready, then say where; and again whenever something had to be restarted."""
     host = _reachable(plan.frontend.host)
     started_s = time.monotonic()
+    await _until_ready(plan, port, supervisor)
+    supervisor.is_up()
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    body = json.dumps({"model": plan.model_name, "messages": [{"role": "user", "content": "Hello!"}]})
+    _say(f"ready after {time.monotonic() - started_s:.1f} s on {url} (metrics: {url}/metrics)")
+    _say(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    _say(f"running: {supervisor.status()}")
+    while True:
+        await supervisor.restarted()
+        restarted_s = time.monotonic()
+        await _until_ready(plan, port, supervisor)
+        _say(f"ready again after {time.monotonic() - restarted_s:.1f} s: {supervisor.status()}")
+
+
+async def _until_ready(plan: Plan, port: int, supervisor: Supervisor) -> None:
+    """Until every frontend listens and answers ready. The kernel spreads connections over them."""
+    host = _reachable(plan.frontend.host)
     in_a_row = 0
     while not _all_listen(supervisor, port):
         await asyncio.sleep(READY_POLL_S)
@@ -166,11 +185,6 @@ async def _announce(plan: Plan, port: int, supervisor: Supervisor) -> None:
         in_a_row = in_a_row + 1 if await _is_ready(host, port) else 0
         if in_a_row == 0:
             await asyncio.sleep(READY_POLL_S)
-    supervisor.is_up()
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    body = json.dumps({"model": plan.model_name, "messages": [{"role": "user", "content": "Hello!"}]})
-    _say(f"ready after {time.monotonic() - started_s:.1f} s on {url} (metrics: {url}/metrics)")
-    _say(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
 
 
 def _all_listen(supervisor: Supervisor, port: int) -> bool:

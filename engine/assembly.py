@@ -24,7 +24,7 @@ from engine.recorder import Clocked, TorchRecorder, quiet_kineto
 from engine.scheduler import Scheduler
 from engine.simulate import SimExecutor, SimSettings
 from engine.wire import Wire
-from protocol.curve_keys import ServerKeys, load_server_keys
+from protocol.curve_keys import load_server_keys
 from protocol.messages import SCHEMA_VERSION, Capacity, Hello
 from protocol.model_files import (
     ModelFiles,
@@ -75,7 +75,7 @@ def assemble(config: EngineConfig, on_progress: OnProgress, epoch: int) -> Engin
 
     Raises `ModelFilesError` for a model that cannot be used, ValueError for options that cannot work together.
     """
-    keys = _curve_keys(config)
+    keys = load_server_keys(config.curve_key_file, config.curve_client_keys)
     files = resolve(config.model)
     vocabulary = read_vocabulary(files)
     mechanism = _simulated(config, files, vocabulary) if config.executor == "sim" else _real(config, files, on_progress)
@@ -120,12 +120,6 @@ def assemble(config: EngineConfig, on_progress: OnProgress, epoch: int) -> Engin
     wire = Wire(config.listen, hello, keys=keys)
     core = EngineCore(wire, wire, scheduler, ledger, mechanism.executor, time.monotonic_ns)
     return Engine(core, wire, hello, ProfileDesk(wire.profiles, mechanism.profiles, config.engine_id, epoch))
-
-
-def _curve_keys(config: EngineConfig) -> ServerKeys | None:
-    if config.curve_key_file is None or config.curve_client_keys is None:
-        return None  # EngineConfig refuses half of it
-    return load_server_keys(config.curve_key_file, config.curve_client_keys)
 
 
 def _simulated(config: EngineConfig, files: ModelFiles, vocabulary: Vocabulary) -> Mechanism:

@@ -14,19 +14,23 @@ import time
 
 import uvloop
 
-from frontend.admin import AdminKeys
 from frontend.admission import Admission
+from frontend.api_keys import VARIABLE
 from frontend.app import Listener, build_app
 from frontend.chat_template import TemplateError
 from frontend.config import FrontendConfig
+from frontend.connections import raise_open_files_limit
 from frontend.deltas import IntervalLog, LatestSnapshot
 from frontend.engine_client import EngineClient
 from frontend.engine_families import EngineView
+from frontend.key_ring import KeyRing
 from frontend.log_format import configure_logging
 from frontend.metrics import FrontendMetrics
 from frontend.server import Server
 from frontend.telemetry import start_telemetry
 from frontend.text import Text, load_text
+from protocol.curve_keys import ClientKeys, load_client_keys
+from protocol.endpoints import is_loopback
 from protocol.model_files import ModelFilesError, resolve
 from protocol.options import from_process, refuse
 from protocol.served_name import check_served_model_name
@@ -39,14 +43,15 @@ logger = logging.getLogger("frontend")
 
 
 def main() -> int:
-    config = from_process(FrontendConfig, program=PROGRAM)
+    config = from_process(FrontendConfig, program=PROGRAM, secrets=(VARIABLE,))
     configure_logging(config.log_level, config.log_format)
     started_s = time.monotonic()
     try:
         files = resolve(config.model)
         text = load_text(files)
         model_name = check_served_model_name(config.served_model_name or files.name)
-        admin = AdminKeys.load(config.admin_key_file)
+        ring = KeyRing(config, os.environ)
+        curve = load_client_keys(config.curve_key_file, config.curve_server_key_file)
     except (ModelFilesError, TemplateError, ValueError) as error:
         refuse(PROGRAM, str(error))
     logger.info(
@@ -57,16 +62,17 @@ def main() -> int:
         time.monotonic() - started_s,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(config, text, model_name, admin))
+        return runner.run(_run(config, text, model_name, ring, curve))
 
 
-async def _run(config: FrontendConfig, text: Text, model_name: str, admin: AdminKeys) -> int:
+async def _run(config: FrontendConfig, text: Text, model_name: str, ring: KeyRing, curve: ClientKeys | None) -> int:
     latest = LatestSnapshot()
     engine = EngineClient(
         config.engine,
         latest.observe,
         expected_vocabulary_hash=text.tokenizer.vocabulary_hash,
         expected_model_name=model_name,
+        curve=curve,
     )
     metrics = FrontendMetrics(text.context_length)
     try:
@@ -83,8 +89,12 @@ async def _run(config: FrontendConfig, text: Text, model_name: str, admin: Admin
         model_name=model_name,
         started_s=int(time.time()),
         tracer=telemetry.tracer,
-        admin=admin,
+        admin=ring.admin,
+        gate=ring.gate,
     )
+    if not ring.gate.keys and not is_loopback(config.host):
+        logger.warning("open to the network host=%s advice='set --api-key-file'", config.host)
+    raise_open_files_limit()
     listener = Listener(build_app(server), config)
     stopping = _stop_signals()
     await engine.start()
@@ -95,6 +105,7 @@ async def _run(config: FrontendConfig, text: Text, model_name: str, admin: Admin
         await engine.stop()
         return 1
     logger.info("listening url=http://%s:%d engine=%s pid=%d", config.host, listener.port, config.engine, os.getpid())
+    keeping = asyncio.create_task(ring.watch(), name="key ring")
     intervals = asyncio.create_task(IntervalLog(latest).run(), name="interval log")
     refused = asyncio.create_task(engine.wait_refused(), name="engine refusal")
     signalled = asyncio.create_task(stopping.wait(), name="stop signal")
@@ -102,9 +113,9 @@ async def _run(config: FrontendConfig, text: Text, model_name: str, admin: Admin
     code = 1 if refused.done() and not signalled.done() else 0
     stopping.clear()
     await _drain(server, engine, listener, stopping, config.drain_timeout_s if code == 0 else 0.0)
-    for task in (intervals, refused, signalled):
+    for task in (keeping, intervals, refused, signalled):
         task.cancel()
-    await asyncio.gather(intervals, refused, signalled, return_exceptions=True)
+    await asyncio.gather(keeping, intervals, refused, signalled, return_exceptions=True)
     telemetry.close()
     return code
 

@@ -17,7 +17,14 @@ from aiohttp import web
 
 from frontend import completions, health, profiling, token_routes
 from frontend.config import FrontendConfig
-from frontend.connections import ConnectionHandler, begin_serving, end_serving
+from frontend.connections import (
+    CONNECTION_FAMILY,
+    ConnectionHandler,
+    ConnectionLimits,
+    begin_serving,
+    end_serving,
+    max_connections,
+)
 from frontend.errors import ApiError
 from frontend.log_format import CURRENT_TRACE_ID, AccessLogger
 from frontend.openai import REQUEST_ID_PATTERN
@@ -40,6 +47,7 @@ CLIENT_GONE = 499  # nginx's number; in metrics only, nobody receives it
 def build_app(server: Server) -> web.Application:
     app = web.Application(client_max_size=server.config.max_body_bytes, middlewares=[_common])
     app[SERVER] = server
+    _count_refusals(server)
     app.on_response_prepare.append(_add_headers)
     app.router.add_post("/v1/completions", completions.completions)
     app.router.add_post("/v1/chat/completions", completions.chat_completions)
@@ -68,12 +76,15 @@ class Listener:
 
     def __init__(self, app: web.Application, config: FrontendConfig) -> None:
         self._config = config
+        limits = ConnectionLimits(max_connections(config), config.request_read_timeout_s)
+        app[SERVER].metrics.watch_counts(*CONNECTION_FAMILY, lambda: limits.refused)
         access_log = logging.getLogger("frontend.access") if config.access_log else None
         self._connection_options: dict[str, Any] = {
             "access_log": access_log,
             "access_log_class": AccessLogger,
             "keepalive_timeout": config.keep_alive_s,
             "max_field_size": MAX_HEADER_BYTES,
+            "limits": limits,
         }
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         self._server: asyncio.Server | None = None
@@ -138,9 +149,11 @@ async def _common(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def _answered(request: web.Request, handler: Handler, route: str) -> web.StreamResponse:
     """The handler's response, or the error it raised as OpenAI's error object."""
     try:
-        if route not in _UNMEASURED:
-            _begin_trace(request, route)
-        return await handler(request)
+        # First of all: who may not come in costs no span, no body and no work.
+        with request.app[SERVER].gate.enter(route, request.headers.get("Authorization"), request.app[SERVER].admin):
+            if route not in _UNMEASURED:
+                _begin_trace(request, route)
+            return await handler(request)
     except ApiError as error:
         trace = request.get(TRACE)
         if trace is not None:
@@ -175,6 +188,17 @@ def _begin_trace(request: web.Request, route: str) -> None:
         raise refusal
 
 
+def _count_refusals(server: Server) -> None:
+    """The families exist where something can be refused."""
+    gate, metrics = server.gate, server.metrics
+    if gate.keys or server.admin.digests:
+        text = "Requests refused with 401, by what their key was."
+        metrics.watch_counts("drafthouse:unauthorized", text, "reason", lambda: gate.unauthorized)
+    if gate.keys:
+        text = "Requests refused with 429, by the limit of their key."
+        metrics.watch_counts("drafthouse:rate_limited", text, "reason", lambda: gate.limits.refused)
+
+
 def _as_api_error(request: web.Request, error: web.HTTPException) -> ApiError:
     if error.status == 404:
         return ApiError(404, "there is no such route on this server", code="not_found")
@@ -187,6 +211,8 @@ def _error_response(error: ApiError, source: web.HTTPException | None = None) ->
     response = web.Response(body=error.body(), status=error.status, content_type="application/json")
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
     if source is not None and "Allow" in source.headers:
         response.headers["Allow"] = source.headers["Allow"]
     return response

@@ -4,34 +4,75 @@ A client that has sent its request and shut down its sending side still reads; a
 until something is written to it. A stream is therefore carried on and written to soon (a failed write ends it); for an answer
 that is written at its end only, the half-close is taken for a departure and the connection is closed at once. So it is when the
 rest of a request is missing: nothing can bring it any more.
-Owns that decision per connection. `frontend.app` creates the handlers; `frontend.completions` and `frontend.sse` say what kind
-of answer is running.
+Owns that decision per connection, and two bounds that aiohttp lacks: how many connections there are, and how long a client may
+take to send a request. `frontend.app` creates the handlers; `frontend.completions` and `frontend.sse` say what kind of answer is
+running.
 """
 
 import asyncio
 import logging
+import resource
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from aiohttp import StreamReader, web
 from aiohttp.web_protocol import RequestHandler
 
-from frontend.errors import ApiError
+from frontend.config import FrontendConfig
+from frontend.errors import ApiError, overloaded
 
 # Between the end of a client's sending and the start of its request's handler lie a few turns of the event loop, and what
 # aiohttp has buffered of a body takes some more.
 GRACE_S = 0.5
 
+FULL, SLOW_HEAD, SLOW_BODY = "full", "slow_head", "slow_body"
+CONNECTION_FAMILY = (
+    "drafthouse:connections_refused",
+    "Client connections closed: more than --max-connections, or a request not sent within --request-read-timeout-s.",
+    "reason",
+)
+RESERVED_FILES = 64  # of the limit of open files: engines, exporters, logs, the model's files
+MAX_OPEN_FILES = 65_536
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ConnectionLimits:
+    """What all connections of one listener share."""
+
+    max_connections: int
+    read_timeout_s: float
+    num_open: int = 0
+    refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys((FULL, SLOW_HEAD, SLOW_BODY), 0))
+
+
+def max_connections(config: FrontendConfig) -> int:
+    """What was asked for, or what this process may have open."""
+    if config.max_connections is not None:
+        return config.max_connections
+    return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES)
+
+
+def raise_open_files_limit() -> None:
+    """As far as this process may: 1024, the usual soft limit, is fewer connections than one load balancer keeps."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class ConnectionHandler(RequestHandler):
     """aiohttp's handler of one connection, which outlives a half-close while a request runs."""
 
-    __slots__ = ("_at_half_close", "_body", "_is_half_closed", "_wire")
+    __slots__ = ("_at_half_close", "_body", "_deadline", "_is_half_closed", "_is_refused", "_limits", "_wire")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._is_refused = False
+        self._deadline: asyncio.TimerHandle | None = None  # while the client owes a part of a request
         self._wire: asyncio.BaseTransport | None = None
         self._is_half_closed = False
         self._at_half_close: Callable[[], None] | None = None
@@ -39,10 +80,30 @@ class ConnectionHandler(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = transport
+        self._limits.num_open += 1
+        if self._limits.num_open > self._limits.max_connections:
+            self._refuse(cast(asyncio.Transport, transport))
+            return
+        self._expect()
         super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._limits.num_open -= 1
+        self._relax()
+        if not self._is_refused:
+            super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        super().data_received(data)
+        if self._deadline is None and self._waiter is not None and not self._waiter.done():
+            self._expect()  # the beginning of another request on a kept connection
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio reads the result; aiohttp's returns None
         """True keeps the connection open for writing."""
+        if self._is_refused:
+            return False
         self._is_half_closed = True
         if self._at_half_close is not None:
             self._at_half_close()
@@ -70,6 +131,9 @@ class ConnectionHandler(RequestHandler):
         """A request's handler starts."""
         self._at_half_close = None
         self._body = body
+        self._relax()
+        if not body.is_eof():
+            self._expect()
         if self._is_half_closed:
             self._watch()
 
@@ -77,6 +141,7 @@ class ConnectionHandler(RequestHandler):
         """The answer is ready. On a half-closed connection only what arrived before can follow it."""
         self._at_half_close = None
         self._body = None
+        self._relax()  # aiohttp bounds what comes now: the rest of a body nobody reads, and the idle time
         if self._is_half_closed and not self._messages:
             self.close()  # as soon as the answer is out
 
@@ -90,6 +155,41 @@ class ConnectionHandler(RequestHandler):
         """Close the connection; the server then cancels the handler."""
         if self._wire is not None:
             self._wire.close()
+
+    def _refuse(self, transport: asyncio.Transport) -> None:
+        """Before a byte is read: a connection that was kept until its request came would be what there is no room for."""
+        self._is_refused = True
+        self._limits.refused[FULL] += 1
+        sentence = f"this server has its {self._limits.max_connections} connections (--max-connections)"
+        body = overloaded(sentence).body()
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\nServer: drafthouse\r\n\r\n"
+        )
+        transport.write(head.encode() + body)
+        transport.close()
+
+    def _expect(self) -> None:
+        """From now on the client has `read_timeout_s` to send the head of its request, or the rest of its body."""
+        self._deadline = self._loop.call_later(self._limits.read_timeout_s, self._on_deadline)
+
+    def _relax(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        if self._body is None:
+            if not self._messages and not self._request_in_progress:
+                self._cut_off(SLOW_HEAD)
+        elif not self._body.is_eof():
+            self._cut_off(SLOW_BODY)
+
+    def _cut_off(self, reason: str) -> None:
+        self._limits.refused[reason] += 1
+        logger.info("connection closed reason=%s timeout_s=%g", reason, self._limits.read_timeout_s)
+        self.drop()
 
     def _watch(self) -> None:
         num_bytes = 0 if self._body is None else self._body.total_bytes

@@ -10,6 +10,7 @@ import msgspec
 
 _TYPES = {
     400: "invalid_request_error",
+    401: "invalid_request_error",  # as OpenAI's; the code says which
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",

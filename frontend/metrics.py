@@ -190,6 +190,17 @@ class FrontendMetrics:
         name, text = "drafthouse:otlp_metrics_failures", "Exports of OTLP metrics that did not get through."
         self._registry.register(_Watched(lambda: [CounterMetricFamily(name, text, observer.failures)]))
 
+    def watch_counts(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """Serve what somebody else counts, by the values of one label. The set of values must be bounded."""
+
+        def family() -> Iterable[Metric]:
+            counts = CounterMetricFamily(name, text, labels=[label])
+            for value, count in read().items():
+                counts.add_metric([value], count)
+            return [counts]
+
+        self._registry.register(_Watched(family))
+
     def attach(self, engine: str, model: str) -> None:
         """From now on requests run on `engine` under the served name `model`; their series exist at 0 from here."""
         if (engine, model) == (self._engine, self._model):

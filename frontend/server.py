@@ -18,6 +18,7 @@ from frontend.bodies import LARGE_BODY_BYTES
 from frontend.config import FrontendConfig
 from frontend.engine_families import EngineView
 from frontend.errors import ApiError, clipped, invalid, overloaded
+from frontend.gate import Gate
 from frontend.generation import Submitter
 from frontend.metrics import FrontendMetrics
 from frontend.request_trace import RequestTrace
@@ -64,6 +65,7 @@ class Server:
     started_s: int  # unix time: `created` of the model
     tracer: Tracer | None = None  # None while tracing is off
     admin: AdminKeys = field(default_factory=AdminKeys)  # none: nobody is an admin
+    gate: Gate = field(default_factory=Gate)  # none: everybody may use the API
 
     def hello(self) -> Hello:
         """The attached engine's description. Raises ApiError(503)."""

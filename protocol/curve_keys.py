@@ -36,16 +36,20 @@ class ClientKeys:
     server: bytes = b""
 
 
-def load_server_keys(key_file: str, client_keys: str) -> ServerKeys:
-    """Raises ValueError with a sentence that names option and file."""
+def load_server_keys(key_file: str | None, client_keys: str | None) -> ServerKeys | None:
+    """None without the options. Raises ValueError with a sentence that names option and file."""
+    if key_file is None or client_keys is None:
+        return None  # half of it was refused with the options
     clients = _read(client_keys, "--curve-client-keys", "public")
     if len(clients) > MAX_CLIENT_KEYS:
         raise ValueError(f"--curve-client-keys {client_keys} holds {len(clients)} keys; at most {MAX_CLIENT_KEYS}")
     return ServerKeys(_only(key_file, "--curve-key-file", "secret"), frozenset(clients))
 
 
-def load_client_keys(key_file: str, server_key_file: str) -> ClientKeys:
-    """Raises ValueError with a sentence that names option and file."""
+def load_client_keys(key_file: str | None, server_key_file: str | None) -> ClientKeys | None:
+    """None without the options. Raises ValueError with a sentence that names option and file."""
+    if key_file is None or server_key_file is None:
+        return None  # half of it was refused with the options
     server = _only(server_key_file, "--curve-server-key-file", "public")
     return ClientKeys(_only(key_file, "--curve-key-file", "secret"), server)
 

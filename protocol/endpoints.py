@@ -4,6 +4,8 @@ Framing: the engine binds one ROUTER; each frontend connects one DEALER per engi
 frontend_id. One message is one frame (ROUTER adds the identity frame in front).
 """
 
+import ipaddress
+
 DEFAULT_ENGINE_ADDRESS = "tcp://127.0.0.1:5570"
 
 HEARTBEAT_INTERVAL_S = 0.5  # engine -> frontends when no step was published for that long
@@ -16,10 +18,18 @@ SEND_HIGH_WATER_MARK = 10_000  # messages queued for one frontend before it is c
 MAX_FRONTENDS = 64
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`, a name or address with or without brackets."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"  # any other name may mean anything
+
+
 def check_address(address: str) -> str:
     """Return `address` if ZeroMQ can bind or connect it here, else raise ValueError with a sentence."""
     if address.count("://") > 1:
-        raise ValueError(f"{address!r} names several addresses: this version connects to exactly one engine")
+        raise ValueError(f"{address!r} names several addresses where one is needed")
     scheme, separator, rest = address.partition("://")
     if separator and scheme == "ipc" and rest:
         return address
@@ -28,3 +38,12 @@ def check_address(address: str) -> str:
         if colon and host and port.isdigit() and 0 < int(port) < 65536:
             return address
     raise ValueError(f"{address!r} is no engine address: use tcp://HOST:PORT or ipc://PATH")
+
+
+def split_addresses(text: str) -> tuple[str, ...]:
+    """The addresses of a list with commas, each checked. Raises ValueError with a sentence."""
+    listed = tuple(check_address(part.strip()) for part in text.split(","))
+    twice = next((address for address in listed if listed.count(address) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{text!r} names {twice} twice")
+    return listed

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import tomllib
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -63,17 +63,34 @@ def table(kind: type[msgspec.Struct], without: Iterable[str] = ()) -> dict[str, 
     }
 
 
-def parse(kind: type[_T], arguments: Sequence[str], environment: Mapping[str, str], *, program: str) -> _T:
+def parse(
+    kind: type[_T],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    program: str,
+    secrets: Collection[str] = (),
+) -> _T:
     """The options of one role. Raises `OptionsError`, or `HelpRequested`."""
-    return build(kind, read(table(kind), arguments, environment, program=program))
+    return build(kind, read(table(kind), arguments, environment, program=program, secrets=secrets))
 
 
 def read(
-    options: Mapping[str, Option], arguments: Sequence[str], environment: Mapping[str, str], *, program: str
+    options: Mapping[str, Option],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    program: str,
+    secrets: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The values that were given, by name and checked one by one; options left at their default are absent."""
+    """The values that were given, by name and checked one by one; options left at their default are absent.
+
+    `secrets`: environment variables that are no options and are left alone. A secret has no flag, which every user of the
+    machine could read, and never becomes part of a Struct, which somebody could log.
+    """
     flags = _read_flags(options, arguments, program)
-    variables = _read_environment(options, environment, program)
+    given = {name: value for name, value in environment.items() if name not in secrets}
+    variables = _read_environment(options, given, program)
     file = flags.pop(CONFIG, None) or variables.pop(CONFIG, None)
     values = _read_file(options, file, program) if file is not None else {}
     for name, text in variables.items():
@@ -105,10 +122,10 @@ def as_flags(given: Mapping[str, Any]) -> list[str]:
     return [f"--{name.replace('_', '-')}={_render(value)}" for name, value in given.items() if value is not None]
 
 
-def from_process(kind: type[_T], *, program: str) -> _T:
+def from_process(kind: type[_T], *, program: str, secrets: Collection[str] = ()) -> _T:
     """The options of this process. On a mistake: one sentence on stderr and exit code 2; on --help: text and 0."""
     try:
-        return parse(kind, sys.argv[1:], os.environ, program=program)
+        return parse(kind, sys.argv[1:], os.environ, program=program, secrets=secrets)
     except HelpRequested as text:
         sys.stdout.write(str(text))
         raise SystemExit(0) from None

@@ -82,7 +82,13 @@ FRONTEND_LAYERS = {
     "frontend.span_export": 1.75,
     "frontend.otlp_environment": 1.76,
     "frontend.log_format": 1.75,
+    # who may ask for what, and how much
+    "frontend.key_files": 1.7,
     "frontend.admin": 1.75,
+    "frontend.api_keys": 1.76,
+    "frontend.rate_limit": 1.77,
+    "frontend.gate": 1.78,
+    "frontend.key_ring": 1.79,
     # the engine's side, the text side, the socket's side
     "frontend.streams": 1.8,
     "frontend.attachment": 1.9,
