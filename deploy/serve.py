@@ -185,6 +185,24 @@ async def _until_ready(plan: Plan, port: int, supervisor: Supervisor) -> None:
         in_a_row = in_a_row + 1 if await _is_ready(host, port) else 0
         if in_a_row == 0:
             await asyncio.sleep(READY_POLL_S)
+    _say(f"running: {supervisor.status()}")
+    while True:
+        await supervisor.restarted()
+        restarted_s = time.monotonic()
+        await _until_ready(plan, port, supervisor)
+        _say(f"ready again after {time.monotonic() - restarted_s:.1f} s: {supervisor.status()}")
+
+
+async def _until_ready(plan: Plan, port: int, supervisor: Supervisor) -> None:
+    """Until every frontend listens and answers ready. The kernel spreads connections over them."""
+    host = _reachable(plan.frontend.host)
+    in_a_row = 0
+    while not _all_listen(supervisor, port):
+        await asyncio.sleep(READY_POLL_S)
+    while in_a_row < 3 * plan.serve.frontends:
+        in_a_row = in_a_row + 1 if await _is_ready(host, port) else 0
+        if in_a_row == 0:
+            await asyncio.sleep(READY_POLL_S)
 
 
 def _all_listen(supervisor: Supervisor, port: int) -> bool:
