@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from protocol.endpoints import FRONTEND_SILENT_S, MAX_UNACKNOWLEDGED_STEPS
+from protocol.messages import FromFrontend, Ping
 from protocol.reasons import DetachReason
 
 SILENT_NS = int(FRONTEND_SILENT_S * 1e9)
@@ -21,6 +22,16 @@ class Peer:
     identity: bytes
     heard_ns: int
     unacknowledged: deque[tuple[int, int]] = field(default_factory=deque)  # (step_id, sent_ns), oldest first
+    num_received: int = 0  # messages since Attach that are no Ping
+
+    def heard(self, message: FromFrontend, now_ns: int) -> DetachReason | None:
+        """Note a sign of life; why it must be cut off now, if what it sent did not arrive exactly once."""
+        self.heard_ns = now_ns
+        if not isinstance(message, Ping):
+            self.num_received += 1
+            return None
+        self.acknowledged(message.applied_step)
+        return None if message.num_sent in (None, self.num_received) else DetachReason.LOST
 
     def sent(self, step_id: int, now_ns: int) -> None:
         self.unacknowledged.append((step_id, now_ns))

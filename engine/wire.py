@@ -37,7 +37,6 @@ from protocol.messages import (
     Heartbeat,
     Hello,
     Load,
-    Ping,
     Profile,
     StepOutput,
     Submit,
@@ -303,14 +302,13 @@ class _Switchboard:
         elif peer is None or peer.identity != identity:
             self._refuse(identity, "it is not attached")
             self._send(identity, self._detached(DetachReason.UNKNOWN))
+        elif (reason := peer.heard(message, self._clock_ns())) is not None:
+            self._cut_off(peer, reason)
         else:
-            peer.heard_ns = self._clock_ns()
             self._on_message(peer, message)
 
     def _on_message(self, peer: Peer, message: FromFrontend) -> None:
-        if isinstance(message, Ping):
-            peer.acknowledged(message.applied_step)
-        elif isinstance(message, Fence):
+        if isinstance(message, Fence):
             self._publish()  # the reply shows everything published before it
             hello, load = self._hello, self._current_load()
             reply = FenceReply(hello.engine_id, hello.epoch, message.nonce, self._step_id, self._counters, load)

@@ -181,9 +181,13 @@ class Close(_Wire, frozen=True, tag=3):
 
 
 class Ping(_Wire, frozen=True, tag=4):
-    """Sign of life, and acknowledgement of every step up to `applied_step`."""
+    """Sign of life, and acknowledgement of every step up to `applied_step`.
+
+    `num_sent` tells the engine of a message that never arrived: without it the client of a lost Submit waits for ever.
+    """
 
     applied_step: int
+    num_sent: int | None = None  # messages before this one but Attach and Ping; None: the frontend does not count
 
 
 class Fence(_Wire, frozen=True, tag=5):

@@ -66,6 +66,7 @@ class DetachReason(IntEnum):
     DUPLICATE = 4
     SHUTDOWN = 5
     FULL = 6  # as many frontends as the engine serves
+    LOST = 7  # not every message it sent arrived once
 
     @property
     def sentence(self) -> str:
@@ -80,4 +81,5 @@ _DETACH_SENTENCES = {
     DetachReason.DUPLICATE: "another frontend is attached under the same id",
     DetachReason.SHUTDOWN: "the engine is shutting down",
     DetachReason.FULL: "the engine serves as many frontends as it can",
+    DetachReason.LOST: "messages of the frontend were lost or repeated on their way to the engine",
 }
