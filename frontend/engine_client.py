@@ -257,8 +257,8 @@ class _Connection:
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
         self.frontend_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(6)}"
-        self._acknowledged = 0
-        self._heard_at = self._sent_at = self._loop.time()
+        self._acknowledged = self._num_sent = 0
+        self._heard_at = self._pinged_at = self._loop.time()
         self._is_connected = False
         self._socket = context.socket(zmq.DEALER)
         for option, value in options.items():
@@ -276,7 +276,7 @@ class _Connection:
         """Queue one message. False when the connection is lost or takes no more."""
         if self._socket.closed or self.lost.done() or not self._transmit(message):
             return False
-        self._sent_at = self._loop.time()
+        self._num_sent += not isinstance(message, Attach | Ping)
         self._loop.call_soon(self._read)  # sending may have taken the descriptor's edge
         return True
 
@@ -349,8 +349,9 @@ class _Connection:
             raise Lost(why)
 
     def _acknowledge(self) -> None:
-        if self.send(Ping(self.attachment.applied_step)):
+        if self.send(Ping(self.attachment.applied_step, self._num_sent)):
             self._acknowledged = self.attachment.applied_step
+            self._pinged_at = self._loop.time()
 
     async def _tick_forever(self) -> None:
         while True:
@@ -365,7 +366,7 @@ class _Connection:
         now = self._loop.time()
         if now - self._heard_at > ENGINE_SILENT_S:
             self._lose(f"it said nothing for {ENGINE_SILENT_S:g} s")
-        elif self.attachment.hello is not None and now - self._sent_at >= PING_INTERVAL_S - TICK_S:
+        elif self.attachment.hello is not None and now - self._pinged_at >= PING_INTERVAL_S - TICK_S:
             self._acknowledge()
 
     def _lose(self, reason: str) -> None:
