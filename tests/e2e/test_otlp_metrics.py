@@ -110,7 +110,8 @@ def test_a_server_that_stops_before_its_first_export_loses_nothing(receiving):
     assert sums["drafthouse.spec_decode.accepted_tokens"] > 0
     for name in ("request.duration", "time_to_first_token", "time_per_output_token"):
         [point] = found[f"gen_ai.server.{name}"].histogram.data_points
-        assert point.count == 4 and point.sum > 0
+        assert point.count == 4
+        assert point.sum > 0 or name == "time_per_output_token", "steps of no length may arrive together"
         assert plain(point.attributes)["gen_ai.operation.name"] == "text_completion"
 
 
