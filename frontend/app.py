@@ -85,6 +85,7 @@ class Listener:
             "keepalive_timeout": config.keep_alive_s,
             "max_field_size": MAX_HEADER_BYTES,
             "limits": limits,
+            "auto_decompress": False,  # `frontend.inflate` does it, within limits
         }
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         self._server: asyncio.Server | None = None

@@ -20,6 +20,7 @@ from frontend.engine_families import EngineView
 from frontend.errors import ApiError, clipped, invalid, overloaded
 from frontend.gate import Gate
 from frontend.generation import Submitter
+from frontend.inflate import HEADER, check_encoding, inflate, too_large
 from frontend.metrics import FrontendMetrics
 from frontend.request_trace import RequestTrace
 from frontend.text import Text
@@ -99,19 +100,17 @@ async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: 
 
 
 async def read_body(request: web.Request, limit: int) -> bytes:
-    """The request's body. Raises ApiError(413), before reading one that says it is too large, and ApiError(400)."""
+    """The request's body, inflated. Raises ApiError 413, before reading one that says it is too large, 415 and 400."""
+    encoding = check_encoding(request.headers.get(HEADER, ""))
     length = request.content_length
     if length is not None and length > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     try:
-        return await request.read()
+        body = await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise _too_large(limit) from None
+        raise too_large(limit) from None
     except RequestPayloadError:
         request.content.feed_eof()  # nobody needs to read on for the rest of it
         request.protocol.close()  # after the answer: where the next request begins cannot be told
-        raise invalid("the request body does not fit its Content-Encoding or Transfer-Encoding header") from None
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the request body is larger than {limit} bytes", code="request_too_large")
+        raise invalid("the request body does not fit its Transfer-Encoding header") from None
+    return body if encoding == "identity" else await asyncio.to_thread(inflate, body, encoding, limit)

@@ -47,7 +47,7 @@ class Site:
         return self.engine.submitted[count - 1]
 
     def page(self):
-        return self.server.metrics.render(self.server.view(), "", "all")[0].decode()
+        return self.server.metrics.render(self.server.views(), "", "all")[0].decode()
 
     async def until(self, condition, within_s=2.0):
         async with asyncio.timeout(within_s):
@@ -172,8 +172,8 @@ async def test_pipelined_requests_before_a_half_close_are_all_answered(site):
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 async def test_a_body_that_is_not_what_its_headers_say_is_refused(site, encoding, caplog):
     reader, writer = await site.connect()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: {encoding}\r\nContent-Length: 4\r\n\r\n"
-    writer.write(head.encode() + b"xxxx")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: {encoding}\r\nContent-Length: 4\r\n"
+    writer.write(head.encode() + b"Connection: close\r\n\r\nxxxx")
     async with asyncio.timeout(3):
         answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 400") and b"Content-Encoding" in answer
