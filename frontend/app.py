@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from frontend import completions, health, profiling, token_routes
+from frontend import completions, health, openapi, profiling, token_routes
 from frontend.config import FrontendConfig
 from frontend.connections import (
     CONNECTION_FAMILY,
@@ -62,6 +62,7 @@ def build_app(server: Server) -> web.Application:
         ("/ready", health.ready),
         ("/ping", health.health),
         ("/version", health.show_version),
+        ("/openapi.json", openapi.openapi),
         ("/metrics", health.metrics),
         ("/metrics/", health.metrics),
         ("/metrics/engine", health.metrics_engine),

@@ -24,7 +24,7 @@ _RESERVED_KWARGS = frozenset(
 Message = dict[str, str]
 
 
-class _Message(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
@@ -43,7 +43,7 @@ def plain_messages(request: ChatRequest) -> list[Message]:
     """
     if bytes(request.messages) == b"null":
         raise invalid("messages is required and must be a list", "messages")
-    messages = decode_value(request.messages, list[_Message], "messages")
+    messages = decode_value(request.messages, list[ChatMessage], "messages")
     if not messages:
         raise invalid("messages must not be empty", "messages")
     if len(messages) > MAX_MESSAGES:
@@ -82,7 +82,7 @@ def generation_prompt_wanted(request: ChatRequest, messages: list[Message]) -> t
     return adds, continues
 
 
-def _plain(index: int, message: _Message) -> Message:
+def _plain(index: int, message: ChatMessage) -> Message:
     where = f"messages[{index}]"
     if message.role not in ROLES:
         raise invalid(

@@ -17,12 +17,12 @@ from frontend.server import SERVER, Server, off_loop, read_body
 from frontend.tokenizer import EncodingError
 
 
-class _TokenizeRequest(ChatRequest, kw_only=True):
+class TokenizeRequest(ChatRequest, kw_only=True):
     prompt: str | None = None
     return_token_strs: bool | None = None
 
 
-class _DetokenizeRequest(msgspec.Struct):
+class DetokenizeRequest(msgspec.Struct):
     tokens: list[int]
     model: str | None = None
 
@@ -40,7 +40,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 def _tokenize(server: Server, body: bytes) -> dict[str, object]:
-    asked, _ = decode_body(body, _TokenizeRequest)
+    asked, _ = decode_body(body, TokenizeRequest)
     server.check_model(asked.model)
     tokens = _encode(server, asked)
     names = server.text.tokenizer.tokens
@@ -52,7 +52,7 @@ def _tokenize(server: Server, body: bytes) -> dict[str, object]:
     }
 
 
-def _encode(server: Server, asked: _TokenizeRequest) -> list[int]:
+def _encode(server: Server, asked: TokenizeRequest) -> list[int]:
     has_messages = decode_value(asked.messages, object, "messages") is not None
     if (asked.prompt is not None) == has_messages:
         raise invalid("give either prompt or messages", "prompt")
@@ -72,7 +72,7 @@ def _encode(server: Server, asked: _TokenizeRequest) -> list[int]:
 
 
 def _detokenize(server: Server, body: bytes) -> dict[str, object]:
-    asked, _ = decode_body(body, _DetokenizeRequest)
+    asked, _ = decode_body(body, DetokenizeRequest)
     server.check_model(asked.model)
     size = server.text.tokenizer.vocab_size
     for token in asked.tokens:

@@ -133,6 +133,7 @@ FRONTEND_LAYERS = {
     "frontend.completions": 4,
     "frontend.health": 4,
     "frontend.token_routes": 4.1,
+    "frontend.openapi": 4.2,
     "frontend.profiling": 4.1,
     "frontend.app": 5,
     "frontend.__main__": 6,
