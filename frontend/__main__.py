@@ -1,4 +1,4 @@
-"""One frontend process: `python -m frontend --engine ADDRESS --model MODEL --port PORT`.
+"""One frontend process: `python -m frontend --engine ADDRESSES --model MODEL --port PORT`.
 
 Owns start-up, the order of shutting down and the exit code: 0 after SIGTERM or SIGINT, 1 for an engine that can never be
 served and for a port that cannot be had, 2 for bad options or model files. Everything else is `frontend.app`.
@@ -20,9 +20,8 @@ from frontend.app import Listener, build_app
 from frontend.chat_template import TemplateError
 from frontend.config import FrontendConfig
 from frontend.connections import raise_open_files_limit
-from frontend.deltas import IntervalLog, LatestSnapshot
-from frontend.engine_client import EngineClient
-from frontend.engine_families import EngineView
+from frontend.deltas import IntervalLogs
+from frontend.engine_pool import EnginePool, PoolSettings
 from frontend.key_ring import KeyRing
 from frontend.log_format import configure_logging
 from frontend.metrics import FrontendMetrics
@@ -30,7 +29,7 @@ from frontend.server import Server
 from frontend.telemetry import start_telemetry
 from frontend.text import Text, load_text
 from protocol.curve_keys import ClientKeys, load_client_keys
-from protocol.endpoints import is_loopback
+from protocol.endpoints import is_loopback, split_addresses
 from protocol.model_files import ModelFilesError, resolve
 from protocol.options import from_process, refuse
 from protocol.served_name import check_served_model_name
@@ -66,26 +65,20 @@ def main() -> int:
 
 
 async def _run(config: FrontendConfig, text: Text, model_name: str, ring: KeyRing, curve: ClientKeys | None) -> int:
-    latest = LatestSnapshot()
-    engine = EngineClient(
-        config.engine,
-        latest.observe,
-        expected_vocabulary_hash=text.tokenizer.vocabulary_hash,
-        expected_model_name=model_name,
-        curve=curve,
-    )
     metrics = FrontendMetrics(text.context_length)
+    settings = PoolSettings(split_addresses(config.engine), text.tokenizer.vocabulary_hash, model_name, curve)
+    engines = EnginePool(settings, metrics)
     try:
-        telemetry = start_telemetry(config, os.environ, metrics, latest, lambda: _is_reporter(latest, engine))
+        telemetry = start_telemetry(config, os.environ, metrics, lambda: engines.observed)
     except (ValueError, OSError) as error:
         refuse(PROGRAM, str(error))
     server = Server(
         config=config,
-        engine=engine,
+        engine=engines,
         text=text,
         metrics=metrics,
         admission=Admission(config, metrics),
-        view=lambda: _view(latest, engine),
+        views=engines.views,
         model_name=model_name,
         started_s=int(time.time()),
         tracer=telemetry.tracer,
@@ -97,22 +90,22 @@ async def _run(config: FrontendConfig, text: Text, model_name: str, ring: KeyRin
     raise_open_files_limit()
     listener = Listener(build_app(server), config)
     stopping = _stop_signals()
-    await engine.start()
+    await engines.start()
     try:
         await listener.start()
     except OSError as error:
         logger.error("cannot listen address=%s:%d reason=%r", config.host, config.port, error.strerror or str(error))
-        await engine.stop()
+        await engines.stop()
         return 1
     logger.info("listening url=http://%s:%d engine=%s pid=%d", config.host, listener.port, config.engine, os.getpid())
     keeping = asyncio.create_task(ring.watch(), name="key ring")
-    intervals = asyncio.create_task(IntervalLog(latest).run(), name="interval log")
-    refused = asyncio.create_task(engine.wait_refused(), name="engine refusal")
+    intervals = asyncio.create_task(IntervalLogs(lambda: engines.observed).run(), name="interval log")
+    refused = asyncio.create_task(engines.wait_refused(), name="engine refusal")
     signalled = asyncio.create_task(stopping.wait(), name="stop signal")
     await asyncio.wait({refused, signalled}, return_when=asyncio.FIRST_COMPLETED)
     code = 1 if refused.done() and not signalled.done() else 0
     stopping.clear()
-    await _drain(server, engine, listener, stopping, config.drain_timeout_s if code == 0 else 0.0)
+    await _drain(server, engines, listener, stopping, config.drain_timeout_s if code == 0 else 0.0)
     for task in (keeping, intervals, refused, signalled):
         task.cancel()
     await asyncio.gather(keeping, intervals, refused, signalled, return_exceptions=True)
@@ -121,14 +114,14 @@ async def _run(config: FrontendConfig, text: Text, model_name: str, ring: KeyRin
 
 
 async def _drain(
-    server: Server, engine: EngineClient, listener: Listener, hurried: asyncio.Event, timeout_s: float
+    server: Server, engines: EnginePool, listener: Listener, hurried: asyncio.Event, timeout_s: float
 ) -> None:
     """Refuse new requests, let running ones finish for `timeout_s` or until a second signal, then tell the rest."""
     server.admission.drain()
     logger.info("draining sequences=%d timeout_s=%g", server.admission.sequences, timeout_s)
     await _until_idle(server, timeout_s, hurried)
     left = server.admission.sequences
-    await engine.stop()  # open streams end with an error event now, and the engine aborts them
+    await engines.stop()  # open streams end with an error event now, and the engine aborts them
     await _until_idle(server, LAST_WORDS_S, None)
     await listener.stop()
     logger.info("stopped aborted_sequences=%d", left)
@@ -148,17 +141,6 @@ def _stop_signals() -> asyncio.Event:
         with contextlib.suppress(NotImplementedError):  # platforms without signal handlers on the loop
             loop.add_signal_handler(number, stopping.set)
     return stopping
-
-
-def _is_reporter(latest: LatestSnapshot, engine: EngineClient) -> bool:
-    """Whether this frontend exports the engine's totals: of all that are attached, one does."""
-    return latest.hello is not None and engine.frontend_id == latest.load.reporter
-
-
-def _view(latest: LatestSnapshot, engine: EngineClient) -> EngineView | None:
-    if latest.hello is None:
-        return None
-    return EngineView(latest.hello, latest.counters, latest.load, latest.step_id, up=engine.ready)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from protocol.messages import (
 from protocol.reasons import DetachReason
 
 Observe = Callable[[FromEngine], None]
+Admit = Callable[[Hello], str | None]  # why an engine that fits may not be used now
 _Reply = TypeVar("_Reply")
 
 
@@ -53,16 +54,30 @@ class Expectation:
         return None
 
 
+@dataclass(frozen=True)
+class FenceResult:
+    """`snapshot` is the engine's newest state, None when it was not told. `missed`: an attached engine was too slow."""
+
+    snapshot: FenceReply | None
+    missed: bool
+
+
 class Lost(Exception):
     """This attachment cannot go on. The text continues the sentence "the engine is not available: ..."."""
 
 
-class Attachment:
-    """From Attach to loss. `hello` is None until the engine answered; `mismatch` is set when it can never fit."""
+def admit_all(_: Hello) -> None:
+    """Every engine that fits may be used."""
 
-    def __init__(self, observe: Observe, expectation: Expectation) -> None:
+
+class Attachment:
+    """From Attach to loss. `hello` is None until the engine answered; `mismatch` is set when it can never fit, and
+    `conflict` when it may not be used now."""
+
+    def __init__(self, observe: Observe, expectation: Expectation, admit: Admit = admit_all) -> None:
         self.hello: Hello | None = None
         self.mismatch: str | None = None
+        self.conflict: str | None = None
         self.is_known_to_engine = False
         self.streams: dict[int, Stream] = {}
         self.applied_step = 0
@@ -70,6 +85,7 @@ class Attachment:
         self._previous: StepOutput | None = None
         self._observe = observe
         self._expectation = expectation
+        self._admit = admit
         self._fences: dict[int, asyncio.Future[FenceReply]] = {}
         self._profiles: dict[int, asyncio.Future[ProfileReply]] = {}
 
@@ -121,6 +137,9 @@ class Attachment:
         self.mismatch = self._expectation.mismatch(hello)
         if self.mismatch is not None:
             raise Lost(self.mismatch)
+        self.conflict = self._admit(hello)
+        if self.conflict is not None:
+            raise Lost(self.conflict)
         self.hello, self.applied_step = hello, hello.step_id
         self.wall_offset_ns = hello.wall_ns - hello.monotonic_ns
         self._observe(hello)

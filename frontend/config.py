@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.curve_keys import check_curve_options
-from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address
+from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, split_addresses
 from protocol.served_name import check_served_model_name
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -26,7 +26,9 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[
         str | None, Meta(description="name clients use; default: the model's own name; must equal the engine's")
     ] = None
-    engine: Annotated[str, Meta(description="address of the engine")] = DEFAULT_ENGINE_ADDRESS
+    engine: Annotated[
+        str, Meta(description="address of the engine, or of several with commas; a DNS name means all its addresses")
+    ] = DEFAULT_ENGINE_ADDRESS
     host: Annotated[str, Meta(description="interface to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="TCP port; 0 takes a free one")] = 8000
     reuse_port: Annotated[bool, Meta(description="share the port with other frontends (SO_REUSEPORT)")] = False
@@ -114,9 +116,11 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
     def __post_init__(self) -> None:
-        check_address(self.engine)
         check_curve_options(
-            self.curve_key_file, self.curve_server_key_file, "--curve-server-key-file", self.engine.split(",")
+            self.curve_key_file,
+            self.curve_server_key_file,
+            "--curve-server-key-file",
+            list(split_addresses(self.engine)),
         )
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")

@@ -8,7 +8,7 @@ the engine client's observer; metrics, interval logs and exports (`frontend.engi
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -65,6 +65,10 @@ class LatestSnapshot:
             step_id, counters = message.step_id, message.counters
         self.heard = Heard(hello, since_ns, step_id, counters, message.load, self._now_ns(), ended)
 
+    def is_past(self, epoch: int) -> bool:
+        """Whether this epoch was replaced by another: nothing of it is heard any more."""
+        return epoch in self._past_epochs
+
     @property
     def hello(self) -> Hello | None:
         return self.heard.hello if self.heard is not None else None
@@ -105,6 +109,14 @@ class LatestSnapshot:
         self.heard = Heard(hello, now_ns, hello.step_id, hello.counters, hello.load, now_ns, ended)
 
 
+class ObservedEngine(NamedTuple):
+    """One engine, as those see it who report totals."""
+
+    engine_id: str
+    latest: LatestSnapshot
+    is_reporter: Callable[[], bool]  # this frontend is attached to it, and its newest load names this frontend
+
+
 class SnapshotDelta:
     """One reader's position in the totals: what was added since it last looked. The first look counts from zero."""
 
@@ -122,6 +134,12 @@ class SnapshotDelta:
         self._epoch, self._seen = self._latest.epoch, now
         return now if earlier is None else now.minus(earlier)
 
+    def rewind(self) -> None:
+        """Begin where the epoch was when it said Hello to this frontend."""
+        hello = self._latest.hello
+        if hello is not None:
+            self._epoch, self._seen = hello.epoch, decode_counters(hello.counters)
+
 
 class IntervalLog:
     """A line about speculation for every interval that drafted."""
@@ -138,6 +156,18 @@ class IntervalLog:
         self._log = log
         self._clock = clock
         self._since = clock()
+        self._engine = ""
+
+    @classmethod
+    def of(
+        cls, engine: ObservedEngine, log: Callable[[str], None], clock: Callable[[], float], since: float
+    ) -> "IntervalLog":
+        """For an engine that was met after `since`: what it did before it said Hello is not logged."""
+        made = cls(engine.latest, log, clock)
+        made._delta.rewind()
+        made._since = since
+        made._engine = f"engine={engine.engine_id} "
+        return made
 
     def tick(self) -> None:
         """End the interval: log it if it drafted, begin the next."""
@@ -147,10 +177,36 @@ class IntervalLog:
         if added is None or added.draft_rounds == 0:
             return
         self._log(
-            f"speculation accept_rate={added.accepted_tokens / added.draft_tokens:.3f} "
+            f"speculation {self._engine}accept_rate={added.accepted_tokens / added.draft_tokens:.3f} "
             f"accept_length={1 + added.accepted_tokens / added.draft_rounds:.2f} rounds={added.draft_rounds} "
             f"generated_per_s={added.generation_tokens / max(elapsed_s, 1e-9):.1f}"
         )
+
+
+class IntervalLogs:
+    """An interval log for each engine that is known."""
+
+    def __init__(
+        self,
+        engines: Callable[[], Sequence[ObservedEngine]],
+        log: Callable[[str], None] = logger.info,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engines = engines
+        self._log = log
+        self._clock = clock
+        self._since = clock()
+        self._logs: dict[LatestSnapshot, IntervalLog] = {}
+
+    def tick(self) -> None:
+        """End everybody's interval."""
+        self._logs = {
+            engine.latest: self._logs.get(engine.latest) or IntervalLog.of(engine, self._log, self._clock, self._since)
+            for engine in self._engines()
+        }
+        self._since = self._clock()
+        for log in self._logs.values():
+            log.tick()
 
     async def run(self, interval_s: float = LOG_INTERVAL_S) -> None:
         """Tick for ever; cancel to stop."""

@@ -16,12 +16,11 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from frontend.attachment import Attachment, Expectation, Lost, Observe
+from frontend.attachment import Admit, Attachment, Expectation, FenceResult, Lost, Observe, admit_all
 from frontend.handshake import CONNECTION_EVENTS, failure, socket_options
 from frontend.request_trace import RequestTrace
 from frontend.streams import ALL_CHILDREN, EngineLost, Stream
@@ -34,7 +33,6 @@ from protocol.messages import (
     Close,
     Detach,
     Fence,
-    FenceReply,
     FromFrontend,
     Hello,
     Ping,
@@ -54,15 +52,8 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25  # how often silence and idle acknowledgements are looked at
 RECONNECT_S = 0.05  # first wait after a loss; doubles up to RECONNECT_MAX_S
 RECONNECT_MAX_S = 1.0
+REFUSED_RETRY_S = 5.0  # until an engine is asked again that answered and may not be used
 LINGER_MS = 200  # for the last Detach
-
-
-@dataclass(frozen=True)
-class FenceResult:
-    """`snapshot` is the engine's newest state, None when it was not told. `missed`: an attached engine was too slow."""
-
-    snapshot: FenceReply | None
-    missed: bool
 
 
 class EngineClient:
@@ -70,18 +61,26 @@ class EngineClient:
 
     def __init__(
         self,
-        addresses: str | Sequence[str],
+        address: str,
         observe: Observe,
         *,
         expected_vocabulary_hash: str | None = None,
         expected_model_name: str | None = None,
         curve: ClientKeys | None = None,
+        admit: Admit = admit_all,
+        gives_up: bool = True,
     ) -> None:
-        """`observe` sees every message, before its tokens. Raises ValueError for no address and for more than one."""
-        self.address = _one_address(addresses)
+        """`observe` sees every message, before its tokens. `admit`: whether an engine that fits may be used now.
+
+        `gives_up`: an engine that can never fit is not asked again; otherwise another may come to the address.
+        Raises ValueError for what is no address.
+        """
+        self.address = check_address(address)
         self.down_reason: str | None = f"waiting for the engine at {self.address}"
         self._observe = observe
         self._expectation = Expectation(expected_vocabulary_hash, expected_model_name)
+        self._admit = admit
+        self._gives_up = gives_up
         self._options = socket_options(curve)
         self._connection: _Connection | None = None
         self._request_ids = itertools.count(1)
@@ -158,7 +157,12 @@ class EngineClient:
             sim=sim,
         )
         stream = Stream(
-            request.request_id, n, awaits_close=awaits_close, send_close=connection.send_close, trace=traced
+            request.request_id,
+            n,
+            awaits_close=awaits_close,
+            send_close=connection.send_close,
+            trace=traced,
+            engine_id=connection.engine_id,
         )
         if not connection.send(request):
             raise EngineLost("the engine takes no more messages")
@@ -206,34 +210,43 @@ class EngineClient:
         wait_s = RECONNECT_S
         try:
             while self._refusal is not None and not self._refusal.done():
-                was_attached = await self._attach_once(context)
-                wait_s = RECONNECT_S if was_attached else min(wait_s * 2, RECONNECT_MAX_S)
-                await asyncio.sleep(wait_s)
+                attachment = await self._attach_once(context)
+                wait_s = RECONNECT_S if attachment.hello is not None else min(wait_s * 2, RECONNECT_MAX_S)
+                is_refused = attachment.mismatch is not None or attachment.conflict is not None
+                await asyncio.sleep(REFUSED_RETRY_S if is_refused else wait_s)
         finally:
-            context.term()  # waits LINGER_MS at most
+            await asyncio.to_thread(context.term)  # waits LINGER_MS at most
 
-    async def _attach_once(self, context: zmq.Context[zmq.Socket[bytes]]) -> bool:
-        """One attachment from connect to loss; whether the engine ever answered."""
-        attachment = Attachment(self._observe, self._expectation)
+    async def _attach_once(self, context: zmq.Context[zmq.Socket[bytes]]) -> Attachment:
+        """One attachment from connect to loss, which it returns."""
+        attachment = Attachment(self._observe, self._expectation, self._admit)
         connection = self._connection = _Connection(context, self.address, self._options, attachment, self._on_attached)
         reason = "this frontend is shutting down"
         try:
             reason = await connection.lost
         finally:
-            told, self.down_reason = self.down_reason, attachment.mismatch or self._not_available(reason)
+            told, self.down_reason = self.down_reason, self._why_not(attachment, reason)
             self._connection = None
             connection.close()
             attachment.end(reason)
-        if attachment.mismatch is not None:
-            logger.error("engine refused address=%s reason=%r", self.address, attachment.mismatch)
-            if self._refusal is not None:
-                self._refusal.set_result(attachment.mismatch)
-        elif self.down_reason != told:  # a handshake that fails every second is worth one line
-            logger.warning("engine lost address=%s reason=%r", self.address, reason)
-        return attachment.hello is not None
+        self._tell_loss(attachment, told, reason)
+        return attachment
 
-    def _not_available(self, reason: str) -> str:
-        return f"the engine at {self.address} is not available: {reason}"
+    def _tell_loss(self, attachment: Attachment, told: str | None, reason: str) -> None:
+        """Log once what was not `told`; the end, for an engine that is given up."""
+        refusal = attachment.mismatch or attachment.conflict
+        if attachment.mismatch is not None and self._gives_up and self._refusal is not None:
+            self._refusal.set_result(attachment.mismatch)
+        if self.down_reason == told:
+            return  # a handshake that fails every second is worth one line
+        if refusal is not None:
+            logger.error("engine refused address=%s reason=%r", self.address, refusal)
+        else:
+            logger.warning("engine lost address=%s reason=%r", self.address, reason)
+
+    def _why_not(self, attachment: Attachment, reason: str) -> str:
+        refusal = attachment.mismatch or attachment.conflict
+        return refusal or f"the engine at {self.address} is not available: {reason}"
 
     def _on_attached(self, hello: Hello) -> None:
         self.down_reason = None
@@ -271,6 +284,11 @@ class _Connection:
             self._loop.add_reader(descriptor, self._read)
         self._ticker = self._loop.create_task(self._tick_forever(), name="engine client tick")
         self._loop.call_soon(self._read)
+
+    @property
+    def engine_id(self) -> str:
+        hello = self.attachment.hello
+        return "" if hello is None else hello.engine_id
 
     def send(self, message: FromFrontend) -> bool:
         """Queue one message. False when the connection is lost or takes no more."""
@@ -380,10 +398,3 @@ def _descriptor(watched: "zmq.Socket[bytes]") -> int:
 
 def _has_input(watched: "zmq.Socket[bytes]") -> bool:
     return bool(int(watched.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-
-def _one_address(addresses: str | Sequence[str]) -> str:
-    listed = [addresses] if isinstance(addresses, str) else list(addresses)
-    if len(listed) != 1:
-        raise ValueError(f"--engine names {len(listed)} addresses: this version connects to exactly one engine")
-    return check_address(listed[0])

@@ -1,9 +1,9 @@
-"""The engine's snapshot as metric families: the engine scope of /metrics, equal on every frontend.
+"""The engines' snapshots as metric families: the engine scope of /metrics, equal on every frontend.
 
-Owns the walk over `frontend.families`. Never counts anything itself. Called by `frontend.metrics` with the newest snapshot.
+Owns the walk over `frontend.families`. Never counts anything itself. Called by `frontend.metrics` with the newest snapshots.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from frontend.exposition import MetricFamily, Sample, histogram_samples
@@ -14,7 +14,7 @@ from protocol.messages import Hello, Load
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """The newest a frontend knows of its engine. `load` is stale when not `up`."""
+    """The newest a frontend knows of an engine. `load` is stale when not `up`."""
 
     hello: Hello
     counters: Counters
@@ -23,8 +23,29 @@ class EngineView:
     up: bool
 
 
-def engine_families(view: EngineView) -> list[MetricFamily]:
-    """All families of the engine scope, in the table's order. Gauges only while the engine is up."""
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """One engine's address. `reason`: why a request cannot go there now; None when it can."""
+
+    engine_id: str | None  # None until an engine was attached there
+    address: str
+    reason: str | None
+
+
+def engine_families(views: Iterable[EngineView]) -> list[MetricFamily]:
+    """All families of the engine scope, in the table's order, with one series per engine: engines are never added up."""
+    found: dict[str, list[Sample]] = {}
+    for view in views:
+        for name, samples in _engine_samples(view).items():
+            if view.hello.max_draft_len > 0 or not FAMILIES[name].needs_speculator:
+                found.setdefault(name, []).extend(samples)
+    return [
+        MetricFamily(name, family.kind, family.help, found[name]) for name, family in FAMILIES.items() if name in found
+    ]
+
+
+def _engine_samples(view: EngineView) -> dict[str, list[Sample]]:
+    """By family. Gauges only while the engine is up."""
     common = {"engine": view.hello.engine_id, "model_name": view.hello.model_name}
     found: dict[str, list[Sample]] = {}
     for name, labels, value in _counter_values(view):
@@ -37,12 +58,7 @@ def engine_families(view: EngineView) -> list[MetricFamily]:
     if view.up:
         for sample in _gauges(view, common):
             found.setdefault(sample.name, []).append(sample)
-    speculates = view.hello.max_draft_len > 0
-    return [
-        MetricFamily(name, family.kind, family.help, found[name])
-        for name, family in FAMILIES.items()
-        if name in found and (speculates or not family.needs_speculator)
-    ]
+    return found
 
 
 def _counter_values(

@@ -1,13 +1,14 @@
-"""The engine's totals as sums for OTLP: which totals, since when, and who reports them.
+"""The engines' totals as sums for OTLP: which totals, since when, and who reports them.
 
 Owns the table of names, and the rule of the single writer: of all frontends attached to an engine one reports it, and a series goes
-on when another takes over. Never sends, never names a library. Called by the export thread of `frontend.otlp_metrics`.
+on when another takes over. The rule holds engine by engine: each may have another reporter. Never sends, never names a library. Called by the export thread of `frontend.otlp_metrics`.
 """
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from frontend.deltas import Heard, LatestSnapshot
+from frontend.deltas import Heard, LatestSnapshot, ObservedEngine
 from protocol.codec import decode_counters
 from protocol.counters import Counters
 from protocol.messages import Hello
@@ -178,6 +179,39 @@ class EngineReporter:
             return EngineReport(hello, before.at_ns, heard.at_ns, tuple(_sums(hello, totals.minus(before.counters))))
         end_ns = max(hello.epoch, heard.at_ns)  # two clocks: the epoch's is the engine's
         return EngineReport(hello, hello.epoch, end_ns, tuple(_sums(hello, totals)))
+
+
+class EngineReporters:
+    """The readers of all engines that are known. Two threads may meet a new engine at once; it gets one reader."""
+
+    def __init__(self, engines: Callable[[], Sequence[ObservedEngine]], is_delta: bool) -> None:
+        self._engines = engines
+        self._is_delta = is_delta
+        self._lock = threading.Lock()
+        self._reporters: dict[LatestSnapshot, EngineReporter] = {}
+
+    def recognise(self) -> None:
+        """As `EngineReporter.recognise`, of all. Any thread."""
+        for reporter in self._current():
+            reporter.recognise()
+
+    def collect(self) -> list[EngineReport]:
+        return [report for reporter in self._current() for report in reporter.collect()]
+
+    def exported(self) -> None:
+        """What was collected last has arrived."""
+        for reporter in self._reporters.values():
+            reporter.exported()
+
+    def _current(self) -> list[EngineReporter]:
+        engines = self._engines()
+        with self._lock:
+            self._reporters = {
+                engine.latest: self._reporters.get(engine.latest)
+                or EngineReporter(engine.latest, engine.is_reporter, self._is_delta)
+                for engine in engines
+            }
+            return list(self._reporters.values())
 
 
 def _sums(hello: Hello, counters: Counters) -> Iterator[tuple[SumKind, tuple[Point, ...]]]:

@@ -16,7 +16,8 @@ from typing import Protocol
 from frontend.choices import Choice, TextSettings
 from frontend.deadlines import Deadline
 from frontend.errors import ApiError, overloaded
-from frontend.metrics import FinishedChoice, FrontendMetrics
+from frontend.metrics import FrontendMetrics
+from frontend.observations import FinishedChoice
 from frontend.request_trace import RequestTrace
 from frontend.spans import TraceLevel
 from frontend.tokenizer import Tokenizer
@@ -39,7 +40,10 @@ logger = logging.getLogger(__name__)
 
 
 class OutputStream(Protocol):
-    """What a submitted request gives back (`frontend.engine_client.Stream`)."""
+    """What a submitted request gives back (`frontend.streams.Stream`, `frontend.retry.RetriedStream`)."""
+
+    @property
+    def engine_id(self) -> str: ...  # of the engine that runs it now
 
     async def next(self) -> list[SequenceOutput]: ...
 
@@ -49,7 +53,7 @@ class OutputStream(Protocol):
 
 
 class Submitter(Protocol):
-    """What takes requests (`frontend.engine_client.EngineClient`)."""
+    """What takes requests (`frontend.engine_pool.EnginePool`)."""
 
     def submit(
         self,
@@ -146,7 +150,7 @@ class Generation:
             for running in self._running:  # all or nothing: a list of prompts is never half run
                 running.stream.abandon()
             raise
-        self.metrics.submitted(job.n, job.asked_max_tokens)
+        self.metrics.submitted(job.n, job.asked_max_tokens, self._engine_id)
         return self
 
     async def __aexit__(
@@ -171,6 +175,7 @@ class Generation:
                 operation=self.job.operation,
                 error_type=None if self._is_whole else reason,
                 trace=self._exemplar,
+                engine=self._engine_id,
             )
 
     def _submit(self, prompt: Prompt) -> None:
@@ -202,6 +207,11 @@ class Generation:
     def _is_whole(self) -> bool:
         """Every child ended by itself: the request succeeded."""
         return all(choice.is_closed and choice.failure is None for choice in self.choices)
+
+    @property
+    def _engine_id(self) -> str | None:
+        """Of the first prompt's engine: what is measured once per request is measured there."""
+        return self._running[0].stream.engine_id if self._running else None
 
     @property
     def _exemplar(self) -> tuple[str, str] | None:
@@ -264,7 +274,7 @@ class Generation:
         moved = []
         for child, steps in by_child.items():
             choice = running.choices[child]
-            self._measure(running.times[child], [len(step.token_ids) for step in steps if step.token_ids], now_s)
+            self._measure(running, child, [len(step.token_ids) for step in steps if step.token_ids], now_s)
             for step in steps:
                 running.report = step.prompt or running.report
                 order = choice.push(step)
@@ -279,17 +289,18 @@ class Generation:
             moved.append(choice)
         return moved
 
-    def _measure(self, times: _Times, step_sizes: list[int], now_s: float) -> None:
+    def _measure(self, running: _Running, child: int, step_sizes: list[int], now_s: float) -> None:
         if not step_sizes:
             return
+        times, engine = running.times[child], running.stream.engine_id
         if times.first_token_s is None:
             times.first_token_s = times.last_token_s = now_s
-            self.metrics.first_token(now_s - self.arrived_s, self._exemplar, self.job.operation)
+            self.metrics.first_token(now_s - self.arrived_s, self._exemplar, self.job.operation, engine)
             step_sizes = step_sizes[1:]
         last_s = now_s if times.last_token_s is None else times.last_token_s
         for num_tokens in step_sizes:
             # Steps that were merged arrived together: each gets its share of the gap, so that the sum stays true.
-            self.metrics.step_gap((now_s - last_s) / len(step_sizes), num_tokens, self._exemplar)
+            self.metrics.step_gap((now_s - last_s) / len(step_sizes), num_tokens, self._exemplar, engine)
         times.last_token_s = now_s
 
     def _failed(self, running: _Running, child: int, finish: Finish) -> ApiError:
@@ -338,6 +349,7 @@ class Generation:
                 prefill_s=prefill_s,
                 decode_s=None if times.first_token_s is None else last_s - times.first_token_s,
                 operation=self.job.operation,
+                engine=running.stream.engine_id,
             ),
             self._exemplar,
         )

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from frontend.engine_families import EngineStatus
 from frontend.server import SERVER, Server
 
 
@@ -30,13 +31,14 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 when a request sent now would be served, else 503 with the reason."""
+    """200 when a request sent now would be served by some engine, else 503 with the reason. Every engine is listed."""
     server = request.app[SERVER]
+    engines = [_engine(status) for status in server.engine.statuses]
     if server.admission.is_draining:
-        return json_response({"status": "not ready", "reason": "this frontend is shutting down"}, 503)
+        return _not_ready("this frontend is shutting down", engines)
     if server.engine.hello is None:
-        return json_response({"status": "not ready", "reason": server.engine.down_reason or "no engine"}, 503)
-    return json_response({"status": "ready", "engine": server.engine.hello.engine_id})
+        return _not_ready(server.engine.down_reason or "no engine", engines)
+    return json_response({"status": "ready", "engine": server.engine.hello.engine_id, "engines": engines})
 
 
 async def show_version(request: web.Request) -> web.Response:
@@ -72,11 +74,25 @@ async def _metrics(request: web.Request, scope: str) -> web.Response:
         fence = await server.engine.fence()
         if fence.missed:
             server.metrics.fence_missed()
-    hello = server.engine.hello
-    if hello is not None:
-        server.metrics.attach(hello.engine_id, hello.model_name)
-    page, content_type = server.metrics.render(server.view(), request.headers.get("Accept", ""), scope)
+    views = server.views()
+    for view in views:
+        if view.up:
+            server.metrics.attach(view.hello.engine_id, view.hello.model_name)
+    page, content_type = server.metrics.render(views, request.headers.get("Accept", ""), scope)
     return web.Response(body=page, headers={"Content-Type": content_type})
+
+
+def _engine(status: EngineStatus) -> dict[str, object]:
+    return {
+        "id": status.engine_id,
+        "address": status.address,
+        "ready": status.reason is None,
+        "reason": status.reason,
+    }
+
+
+def _not_ready(reason: str, engines: list[dict[str, object]]) -> web.Response:
+    return json_response({"status": "not ready", "reason": reason, "engines": engines}, 503)
 
 
 def _model(server: Server) -> dict[str, Any]:
@@ -108,6 +124,6 @@ def _model(server: Server) -> dict[str, Any]:
 
 
 def max_model_len(server: Server) -> int:
-    """The engine's limit, or the model's own while no engine is attached."""
+    """The engines' limit, or the model's own while no engine is attached."""
     hello = server.engine.hello
     return server.text.context_length if hello is None else hello.capacity.max_model_len

@@ -6,8 +6,7 @@ The only user of prometheus_client: one registry of its own, nothing global. Fam
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client import samples as client_samples
@@ -17,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from frontend.engine_families import EngineView, engine_families
 from frontend.exposition import CLASSIC_CONTENT_TYPE, Exemplar, MetricFamily, Sample, classic_text
+from frontend.observations import FinishedChoice, OtlpObserver, SpanStats, TraceIds
 from frontend.spans import DropReason
 
 FINISHED_REASONS: Final = ("stop", "length", "abort", "error")
@@ -31,8 +31,6 @@ REJECTION_REASONS: Final = (
 ABANDONED_STAGES: Final = ("body", "tokenize")
 TRACE_DECISIONS: Final = ("sampled", "unsampled", "limited")
 SPAN_DROP_REASONS: Final = tuple(reason.name.lower() for reason in DropReason)
-
-TraceIds = tuple[str, str]  # (trace id, span id) in hex, of the request an observation belongs to
 
 _LATENCY: Final = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
@@ -52,68 +50,13 @@ _HTTP: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 3
 _ENGINE_LABELS: Final = ("engine", "model_name")
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedChoice:
-    """One child of a request at its end, however it ended. Times in seconds, None where it never got that far."""
-
-    reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    generation_tokens: int
-    e2e_s: float
-    queue_s: float
-    prefill_s: float | None
-    decode_s: float | None
-    operation: str = "chat"  # gen_ai.operation.name: chat or text_completion
-
-    @property
-    def time_per_token_s(self) -> float | None:
-        """Mean time per token after the first; None where there was no second token."""
-        if self.decode_s is None or self.generation_tokens < 2:
-            return None
-        return self.decode_s / (self.generation_tokens - 1)
-
-
-class SpanStats(Protocol):
-    """What the span export counts; read whenever somebody scrapes. Counts only rise."""
-
-    @property
-    def exported(self) -> int: ...
-
-    @property
-    def dropped(self) -> Mapping[str, int]: ...  # by label value of `reason`
-
-    @property
-    def failures(self) -> Mapping[str, int]: ...
-
-    @property
-    def size(self) -> int: ...  # spans waiting
-
-    @property
-    def capacity(self) -> int: ...
-
-
-class OtlpObserver(Protocol):
-    """The same observations as OTLP metrics (`frontend.otlp_metrics`). Never blocks, never raises."""
-
-    @property
-    def failures(self) -> int: ...  # exports that did not get through
-
-    def request_finished(
-        self, operation: str, seconds: float, error_type: str | None, trace: TraceIds | None
-    ) -> None: ...
-
-    def first_token(self, operation: str, seconds: float, trace: TraceIds | None) -> None: ...
-
-    def time_per_output_token(self, operation: str, seconds: float, trace: TraceIds | None) -> None: ...
-
-
 class FrontendMetrics:
     """Observations of one frontend process. `max_model_len` bounds the token histograms; labels come with `attach`."""
 
     def __init__(self, max_model_len: int) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._engine = self._model = ""
+        self._retried: Counter | None = None
         self.otlp: OtlpObserver | None = None
         tokens = _one_two_five(max_model_len)
         histogram = self._histogram
@@ -201,9 +144,15 @@ class FrontendMetrics:
 
         self._registry.register(_Watched(family))
 
+    def several_engines(self) -> None:
+        """Requests may be given to another engine: the family of it exists from here."""
+        self._retried = self._counter(
+            "drafthouse:requests_retried", "Requests given to another engine, by the engine that was lost.", ("engine",)
+        )
+
     def attach(self, engine: str, model: str) -> None:
-        """From now on requests run on `engine` under the served name `model`; their series exist at 0 from here."""
-        if (engine, model) == (self._engine, self._model):
+        """From now on requests run on `engine` too, under the served name `model`; their series exist at 0 from here."""
+        if engine == self._engine and model == self._model:
             return
         self._engine, self._model = engine, model
         for reason in FINISHED_REASONS:
@@ -212,29 +161,49 @@ class FrontendMetrics:
             self._rejections.labels(model, reason)
         for histogram in self._engine_histograms():
             histogram.labels(engine, model)
+        if self._retried is not None:
+            self._retried.labels(engine)
 
-    def submitted(self, n: int, max_tokens: int | None) -> None:
-        """One request was sent to the engine. `max_tokens` as the client asked, None when it did not."""
-        self._params_n.labels(self._engine, self._model).observe(n)
+    def forget(self, engine: str) -> None:
+        """Drop the series of an engine that is gone for good."""
+        for reason in FINISHED_REASONS:
+            self._success.remove(engine, self._model, reason)
+        for histogram in self._engine_histograms():
+            histogram.remove(engine, self._model)
+        if self._retried is not None:
+            self._retried.remove(engine)
+
+    def retried(self, engine: str) -> None:
+        """A request was given to another engine because `engine` was lost. Only after `several_engines`."""
+        if self._retried is not None:
+            self._retried.labels(engine).inc()
+
+    def submitted(self, n: int, max_tokens: int | None, engine: str | None = None) -> None:
+        """One request was sent to an engine. `max_tokens` as the client asked, None when it did not."""
+        self._params_n.labels(*self._labels(engine)).observe(n)
         if max_tokens is not None:
-            self._params_max_tokens.labels(self._engine, self._model).observe(max_tokens)
+            self._params_max_tokens.labels(*self._labels(engine)).observe(max_tokens)
 
-    def first_token(self, seconds: float, trace: TraceIds | None = None, operation: str = "chat") -> None:
-        self._first_token.labels(self._engine, self._model).observe(seconds, _exemplar_labels(trace))
+    def first_token(
+        self, seconds: float, trace: TraceIds | None = None, operation: str = "chat", engine: str | None = None
+    ) -> None:
+        self._first_token.labels(*self._labels(engine)).observe(seconds, _exemplar_labels(trace))
         if self.otlp is not None:
             self.otlp.first_token(operation, seconds, trace)
 
-    def step_gap(self, seconds: float, num_tokens: int, trace: TraceIds | None = None) -> None:
+    def step_gap(
+        self, seconds: float, num_tokens: int, trace: TraceIds | None = None, engine: str | None = None
+    ) -> None:
         """One step gave a running request `num_tokens`, `seconds` after its step before."""
-        exemplar = _exemplar_labels(trace)
-        self._inter_token.labels(self._engine, self._model).observe(seconds, exemplar)
-        per_token = self._per_token.labels(self._engine, self._model)
+        labels, exemplar = self._labels(engine), _exemplar_labels(trace)
+        self._inter_token.labels(*labels).observe(seconds, exemplar)
+        per_token = self._per_token.labels(*labels)
         for _ in range(num_tokens):
             per_token.observe(seconds / num_tokens, exemplar)
 
     def finished(self, choice: FinishedChoice, trace: TraceIds | None = None) -> None:
         """Count one child exactly once, at its end."""
-        labels, exemplar = (self._engine, self._model), _exemplar_labels(trace)
+        labels, exemplar = self._labels(choice.engine), _exemplar_labels(trace)
         prefill_s, decode_s = choice.prefill_s or 0.0, choice.decode_s or 0.0
         self._success.labels(*labels, choice.reason).inc()
         self._e2e.labels(*labels).observe(choice.e2e_s, exemplar)
@@ -258,9 +227,10 @@ class FrontendMetrics:
         operation: str = "chat",
         error_type: str | None = None,
         trace: TraceIds | None = None,
+        engine: str | None = None,
     ) -> None:
         """One HTTP request is over, `seconds` after it came. `error_type` (a bounded set) when it did not succeed."""
-        self._max_generation.labels(self._engine, self._model).observe(most_generation_tokens)
+        self._max_generation.labels(*self._labels(engine)).observe(most_generation_tokens)
         if self.otlp is not None and seconds is not None:
             self.otlp.request_finished(operation, seconds, error_type, trace)
 
@@ -292,11 +262,9 @@ class FrontendMetrics:
         self._http_requests.labels(method, f"{status // 100}xx", handler).inc()
         self._http_seconds.labels(method, handler).observe(seconds)
 
-    def render(self, view: EngineView | None, accept: str, scope: str) -> tuple[bytes, str]:
+    def render(self, views: Iterable[EngineView], accept: str, scope: str) -> tuple[bytes, str]:
         """(page, content type) of `scope`: all, engine or frontend. OpenMetrics only when `accept` names it."""
-        families: list[MetricFamily] = []
-        if scope != "frontend" and view is not None:
-            families += engine_families(view)
+        families = engine_families(views) if scope != "frontend" else []
         if scope != "engine":
             families += [_family(metric) for metric in self._registry.collect()]
         if "application/openmetrics-text" in accept:
@@ -304,6 +272,9 @@ class FrontendMetrics:
             page: bytes = generate_latest(_Collected(families), ALLOWUTF8)  # type: ignore[no-untyped-call]
             return page, CONTENT_TYPE_LATEST
         return classic_text(families), CLASSIC_CONTENT_TYPE
+
+    def _labels(self, engine: str | None) -> tuple[str, str]:
+        return engine or self._engine, self._model
 
     def _counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:
         return Counter(name, text, tuple(labels), registry=self._registry)

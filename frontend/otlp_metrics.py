@@ -1,25 +1,26 @@
-"""Metrics by OTLP: the conventions' server histograms of this frontend, and the sums of the engine it reports.
+"""Metrics by OTLP: the conventions' server histograms of this frontend, and the sums of the engines it reports.
 
 Owns the SDK's instruments, the thread that exports them, and what a failing collector looks like from outside: a count and two log
 lines. Never touches a request: recording takes no I/O, exporting has a thread of its own. Built by `frontend.__main__` when asked for
 (docs/metrics.md), called by `frontend.metrics`. The SDK is loaded then, and only then.
 
-The thread is ours, because the SDK's periodic reader exports nothing while this frontend measured nothing, and the engine's sums must
+The thread is ours, because the SDK's periodic reader exports nothing while this frontend measured nothing, and the engines' sums must
 go out all the same.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from frontend.config import FrontendConfig
-from frontend.deltas import LatestSnapshot
-from frontend.engine_sums import EngineReport, EngineReporter, Point
+from frontend.deltas import ObservedEngine
+from frontend.engine_sums import EngineReport, EngineReporters, Point
+from frontend.observations import TraceIds
 from frontend.otlp_metrics_settings import ExemplarFilter, MetricsSettings, metrics_settings
 from frontend.otlp_transport import Compression, OtlpProtocol
 from frontend.spans import Attributes
@@ -47,7 +48,7 @@ FIRST_TOKEN_BUCKETS: Final = (
 )  # fmt: skip
 PER_TOKEN_BUCKETS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 
-TraceIds = tuple[str, str]
+Engines = Callable[[], Sequence[ObservedEngine]]  # those that are known; called by any thread
 EngineAttributes = Callable[[str, int], Attributes]  # of one engine's epoch: the resource of its spans
 
 logger = logging.getLogger(__name__)
@@ -57,36 +58,32 @@ def start_otlp_metrics(
     config: FrontendConfig,
     environment: Mapping[str, str],
     resource_attributes: Attributes,
-    latest: LatestSnapshot,
-    is_reporter: Callable[[], bool],
+    engines: Engines,
     engine_attributes: EngineAttributes | None = None,
 ) -> "OtlpMetrics | None":
     """Begin to export, or None when nobody asked for it. Raises ValueError with a sentence that names the variable.
 
-    `is_reporter`: whether this frontend is attached to its engine and the newest load names it; called by any thread.
-    `engine_attributes`: the resource of the engine's sums; the bare name and instance id by default.
+    `engine_attributes`: the resource of an engine's sums; the bare name and instance id by default.
     """
     settings = metrics_settings(config, environment)
     if settings is None:
         return None
-    engine = EngineReporter(latest, is_reporter, settings.is_delta)
-    started = OtlpMetrics(settings, resource_attributes, latest, engine, engine_attributes or _engine_attributes)
+    started = OtlpMetrics(settings, resource_attributes, engines, engine_attributes or _engine_attributes)
     logger.info("otlp metrics endpoint=%s interval_s=%g", settings.collector.shown, settings.interval_s)
     return started
 
 
 class OtlpMetrics:
-    """Records on the event loop's thread, exports on its own (`frontend.metrics.OtlpObserver`)."""
+    """Records on the event loop's thread, exports on its own (`frontend.observations.OtlpObserver`)."""
 
     def __init__(
         self,
         settings: MetricsSettings,
         resource_attributes: Attributes,
-        latest: LatestSnapshot,
-        engine: EngineReporter,
+        engines: Engines,
         engine_attributes: EngineAttributes,
     ) -> None:
-        self._latest = latest
+        self._engines = engines
         self._server = settings.server_attributes
         self._attributes: dict[tuple[str, str | None, str], dict[str, str | int]] = {}
         self._reader = _reader(settings)
@@ -106,8 +103,8 @@ class OtlpMetrics:
             explicit_bucket_boundaries_advisory=PER_TOKEN_BUCKETS,
         )  # fmt: skip
         self._no_context, self._traced_context = _contexts()
-        self._engine = engine
-        self._export = _Export(settings, self._reader, engine, engine_attributes)
+        self._reporters = EngineReporters(engines, settings.is_delta)
+        self._export = _Export(settings, self._reader, self._reporters, engine_attributes)
 
     @property
     def failures(self) -> int:
@@ -115,7 +112,7 @@ class OtlpMetrics:
 
     def request_finished(self, operation: str, seconds: float, error_type: str | None, trace: TraceIds | None) -> None:
         self._duration.record(seconds, self._of(operation, error_type), self._context(trace))
-        self._engine.recognise()
+        self._reporters.recognise()
 
     def first_token(self, operation: str, seconds: float, trace: TraceIds | None) -> None:
         self._first.record(seconds, self._of(operation, None), self._context(trace))
@@ -128,7 +125,7 @@ class OtlpMetrics:
         self._export.close(timeout_s)
 
     def _of(self, operation: str, error_type: str | None) -> dict[str, str | int]:
-        hello = self._latest.hello
+        hello = next((engine.latest.hello for engine in self._engines()), None)
         key = (operation, error_type, "" if hello is None else hello.model_name)
         attributes = self._attributes.get(key)
         if attributes is None:
@@ -151,13 +148,13 @@ class _Export:
         self,
         settings: MetricsSettings,
         reader: "InMemoryMetricReader",
-        engine: EngineReporter,
+        reporters: EngineReporters,
         engine_attributes: EngineAttributes,
     ) -> None:
         self.failures = 0
         self._settings = settings
         self._reader = reader
-        self._engine = engine
+        self._reporters = reporters
         self._engine_attributes = engine_attributes
         self._sdk_log = _SdkLog()
         self._exporter = _exporter(settings)
@@ -208,7 +205,7 @@ class _Export:
         measured = self._reader.get_metrics_data()
         temporality = _temporality(self._settings)
         found = list(measured.resource_metrics) if measured is not None else []
-        for report in self._engine.collect():
+        for report in self._reporters.collect():
             attributes = self._engine_attributes(report.hello.engine_id, report.hello.epoch)
             found.append(_engine_metrics(report, attributes, temporality))
         if not found:
@@ -216,7 +213,7 @@ class _Export:
         self._sdk_log.reason = _SdkLog.NO_TIME
         if self._exporter.export(MetricsData(found)) is not MetricExportResult.SUCCESS:
             return False
-        self._engine.exported()
+        self._reporters.exported()
         return True
 
 

@@ -1,11 +1,11 @@
 """What the handlers of one frontend process share.
 
-Owns nothing but the pairing: the engine client, the model's text side, the metrics and the limits. Built by `frontend.app`;
+Owns nothing but the pairing: the engines, the model's text side, the metrics and the limits. Built by `frontend.app`;
 read by `frontend.completions` and `frontend.health`.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -16,7 +16,7 @@ from frontend.admin import AdminKeys
 from frontend.admission import Admission
 from frontend.bodies import LARGE_BODY_BYTES
 from frontend.config import FrontendConfig
-from frontend.engine_families import EngineView
+from frontend.engine_families import EngineStatus, EngineView
 from frontend.errors import ApiError, clipped, invalid, overloaded
 from frontend.gate import Gate
 from frontend.generation import Submitter
@@ -25,7 +25,7 @@ from frontend.metrics import FrontendMetrics
 from frontend.request_trace import RequestTrace
 from frontend.text import Text
 from frontend.tracer import Tracer
-from protocol.messages import Hello
+from protocol.messages import Hello, ProfileAction, ProfileReply
 
 EMBEDDED = "embedded"
 
@@ -34,34 +34,41 @@ _T = TypeVar("_T")
 
 
 class Fenced(Protocol):
-    """The part of `FenceResult` that a scrape looks at."""
+    """The part of a fence's result that a scrape looks at."""
 
     @property
     def missed(self) -> bool: ...
 
 
 class Engine(Submitter, Protocol):
-    """What a frontend needs of `frontend.engine_client.EngineClient`."""
+    """What a frontend needs of the engines behind it (`frontend.engine_pool.EnginePool`)."""
 
     @property
-    def hello(self) -> Hello | None: ...
+    def hello(self) -> Hello | None: ...  # the limits of those that take requests; None while none does
 
     @property
     def down_reason(self) -> str | None: ...
 
+    @property
+    def statuses(self) -> Sequence[EngineStatus]: ...
+
     async def fence(self) -> Fenced: ...
+
+    async def profile(self, action: ProfileAction, timeout_s: float, engine_id: str | None = None) -> ProfileReply:
+        """Of one engine, the only one by default. Raises EngineLost and TimeoutError."""
+        ...
 
 
 @dataclass(slots=True)
 class Server:
-    """`view` gives the newest snapshot of the engine, None before its first Hello."""
+    """`views` gives the newest snapshot of every engine that ever said Hello."""
 
     config: FrontendConfig
     engine: Engine
     text: Text
     metrics: FrontendMetrics
     admission: Admission
-    view: Callable[[], EngineView | None]
+    views: Callable[[], Sequence[EngineView]]
     model_name: str
     started_s: int  # unix time: `created` of the model
     tracer: Tracer | None = None  # None while tracing is off
@@ -69,7 +76,7 @@ class Server:
     gate: Gate = field(default_factory=Gate)  # none: everybody may use the API
 
     def hello(self) -> Hello:
-        """The attached engine's description. Raises ApiError(503)."""
+        """What a request must fit. Raises ApiError(503) while no engine takes requests."""
         hello = self.engine.hello
         if hello is None:
             self.metrics.rejected("engine_down")

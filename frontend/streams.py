@@ -13,6 +13,7 @@ from protocol.messages import SequenceOutput
 from protocol.reasons import CloseReason, FinishReason
 
 ALL_CHILDREN = -1
+DEFAULT_ENGINE_ID = "0"
 
 
 class EngineLost(Exception):
@@ -34,10 +35,18 @@ class Stream:
     """
 
     def __init__(
-        self, request_id: int, n: int, *, awaits_close: bool, send_close: SendClose, trace: StreamTrace | None = None
+        self,
+        request_id: int,
+        n: int,
+        *,
+        awaits_close: bool,
+        send_close: SendClose,
+        trace: StreamTrace | None = None,
+        engine_id: str = DEFAULT_ENGINE_ID,
     ) -> None:
         self.request_id = request_id
         self.n = n
+        self.engine_id = engine_id  # of the engine that runs it
         self.trace = trace  # None for an untraced request
         self._awaits_close = awaits_close
         self._send_close = send_close

@@ -5,14 +5,13 @@ tracing or OTLP metrics nothing of OpenTelemetry is loaded.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from frontend.config import FrontendConfig
-from frontend.deltas import LatestSnapshot
 from frontend.metrics import FrontendMetrics
-from frontend.otlp_metrics import OtlpMetrics, start_otlp_metrics
+from frontend.otlp_metrics import Engines, OtlpMetrics, start_otlp_metrics
 from frontend.spans import Surroundings, TraceLevel
 from frontend.trace_context import RateLimit, follows_callers, sampler_from
 from frontend.tracer import Tracer
@@ -54,13 +53,12 @@ def start_telemetry(
     config: FrontendConfig,
     environment: Mapping[str, str],
     metrics: FrontendMetrics,
-    latest: LatestSnapshot,
-    is_reporter: Callable[[], bool],
+    engines: Engines,
 ) -> Telemetry:
     """Begin what `config` and `environment` ask for.
 
-    `is_reporter`: whether this frontend exports the engine's totals. Raises ValueError naming the option or variable
-    that cannot be honoured, OSError for key files that cannot be read.
+    `engines`: whose totals are exported, where this frontend is their reporter. Raises ValueError naming the option or
+    variable that cannot be honoured, OSError for key files that cannot be read.
     """
     settings = settings_from(config, environment)
     tracing = None if settings is None else start_tracing(settings)
@@ -69,7 +67,7 @@ def start_telemetry(
     engine_attributes = (
         None if tracing is None else lambda engine, epoch: tracing.engine_resource(engine, epoch).attributes
     )
-    otlp = start_otlp_metrics(config, environment, attributes, latest, is_reporter, engine_attributes)
+    otlp = start_otlp_metrics(config, environment, attributes, engines, engine_attributes)
     if otlp is not None:
         metrics.watch_otlp(otlp)
     return Telemetry(tracer, tracing, otlp)

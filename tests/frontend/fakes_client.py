@@ -13,7 +13,7 @@ import msgspec
 from frontend.admission import Admission
 from frontend.config import FrontendConfig
 from frontend.engine_client import EngineLost
-from frontend.engine_families import EngineView
+from frontend.engine_families import EngineStatus, EngineView
 from frontend.metrics import FrontendMetrics
 from frontend.request_trace import RequestTrace
 from frontend.server import Server
@@ -27,6 +27,9 @@ from protocol.messages import (
     Finish,
     Hello,
     Load,
+    ProfileAction,
+    ProfileOutcome,
+    ProfileReply,
     PromptReport,
     SequenceOutput,
     SimScript,
@@ -178,6 +181,13 @@ class FakeEngineClient:
             task.add_done_callback(self._tasks.discard)
         return stream
 
+    @property
+    def statuses(self) -> list[EngineStatus]:
+        return [EngineStatus("0", "ipc:///engine", self.down_reason)]
+
+    async def profile(self, action: ProfileAction, timeout_s: float, engine_id: str | None = None) -> ProfileReply:
+        return ProfileReply("0", 1, 1, ProfileOutcome.REFUSED, "this engine never profiles")
+
     async def fence(self) -> "Fence":
         self.fences += 1
         return Fence(missed=self.fences <= self.fences_missed)
@@ -254,10 +264,10 @@ def server_over(engine: FakeEngineClient, **options: object) -> Server:
     counters = Counters.zero(engine.hello.max_draft_len, len(engine.hello.sources)) if engine.hello else None
     first_hello = engine.hello
 
-    def view() -> EngineView | None:
+    def views() -> list[EngineView]:
         if first_hello is None or counters is None:
-            return None
-        return EngineView(first_hello, counters, load(), first_hello.step_id, up=engine.hello is not None)
+            return []
+        return [EngineView(first_hello, counters, load(), first_hello.step_id, up=engine.hello is not None)]
 
     return Server(
         config=config,
@@ -265,7 +275,7 @@ def server_over(engine: FakeEngineClient, **options: object) -> Server:
         text=embedded_text(),
         metrics=metrics,
         admission=Admission(config, metrics),
-        view=view,
+        views=views,
         model_name=MODEL,
         started_s=1_700_000_000,
     )

@@ -19,7 +19,7 @@ def admission(**options):
 
 
 def rejections(metrics, reason):
-    text = metrics.render(None, "", "frontend")[0].decode()
+    text = metrics.render((), "", "frontend")[0].decode()
     line = f'vllm:admission_rejections_total{{model_name="m",reason="{reason}"}} '
     return int(text.split(line)[1].split("\n")[0])
 

@@ -273,7 +273,7 @@ async def test_refusals_are_counted_by_reason_and_no_key_or_name_is_a_label(site
     await site.ask("/v1/models")
     await site.ask("/v1/models", OTHER)
     await site.ask("/start_profile", KEY, "POST")
-    page = site.server.metrics.render(None, "", "frontend")[0].decode()
+    page = site.server.metrics.render((), "", "frontend")[0].decode()
     for reason in ("missing_key", "unknown_key", "not_admin"):
         assert f'drafthouse:unauthorized_total{{reason="{reason}"}} 1\n' in page
     assert 'drafthouse:rate_limited_total{reason="concurrent_requests"} 0\n' in page
@@ -284,7 +284,7 @@ async def test_without_keys_everything_is_open_as_before():
     async with listening() as site:
         assert (await site.ask("/v1/models"))[0] == 200 and (await site.ask("/version", OTHER))[0] == 200
         assert (await site.ask("/nope"))[0] == 404
-        page = site.server.metrics.render(None, "", "frontend")[0].decode()
+        page = site.server.metrics.render((), "", "frontend")[0].decode()
         assert "unauthorized" not in page and "rate_limited" not in page
 
 

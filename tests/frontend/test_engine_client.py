@@ -232,9 +232,9 @@ async def test_an_engine_that_can_never_fit_is_refused_for_good(address, changes
             await soon(lambda: engine.wire.frontends() == [])
 
 
-def test_several_engines_are_refused_by_name():
-    with pytest.raises(ValueError, match="names 2 addresses"):
-        EngineClient(["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"], print)
+def test_what_is_no_address_is_refused_by_name():
+    with pytest.raises(ValueError, match="names several addresses"):
+        EngineClient("tcp://127.0.0.1:1,tcp://127.0.0.1:2", print)
     with pytest.raises(ValueError, match="no engine address"):
         EngineClient("http://127.0.0.1:1", print)
 

@@ -37,7 +37,7 @@ def observed(*traces: tuple[str, str] | None) -> FrontendMetrics:
 
 def exemplars(metrics: FrontendMetrics) -> dict[str, list[tuple[tuple[str, str], float, float, str]]]:
     """By histogram: ((trace id, span id), value, time, le) of every exemplar on the page."""
-    page, content_type = metrics.render(None, OPENMETRICS, "frontend")
+    page, content_type = metrics.render((), OPENMETRICS, "frontend")
     assert content_type.startswith("application/openmetrics-text")
     found: dict[str, list[tuple[tuple[str, str], float, float, str]]] = {}
     for family in text_string_to_metric_families(page.decode()):
@@ -81,14 +81,14 @@ def test_the_newest_trace_of_a_bucket_is_the_one_shown():
 
 
 def test_the_classic_page_is_the_same_byte_for_byte():
-    with_exemplars = observed(FIRST, SECOND).render(None, "*/*", "frontend")
-    without = observed(None, None).render(None, "*/*", "frontend")
+    with_exemplars = observed(FIRST, SECOND).render((), "*/*", "frontend")
+    without = observed(None, None).render((), "*/*", "frontend")
     assert with_exemplars == without
     assert FIRST[0].encode() not in with_exemplars[0]
 
 
 def test_openmetrics_differs_by_the_exemplars_alone():
-    with_exemplars = observed(FIRST).render(None, OPENMETRICS, "frontend")[0].decode()
-    without = observed(None).render(None, OPENMETRICS, "frontend")[0].decode()
+    with_exemplars = observed(FIRST).render((), OPENMETRICS, "frontend")[0].decode()
+    without = observed(None).render((), OPENMETRICS, "frontend")[0].decode()
     stripped = "\n".join(line.split(" # {")[0] for line in with_exemplars.splitlines()) + "\n"
     assert with_exemplars != without and stripped == without

@@ -35,7 +35,7 @@ def page(counters=None, accept="*/*", scope="all", up=True, engine_load=None, wi
     metrics = FrontendMetrics(1000)
     metrics.attach("0", MODEL)
     view = EngineView(described, counters, engine_load or load(), 7, up)
-    return metrics.render(view, accept, scope)[0].decode()
+    return metrics.render([view], accept, scope)[0].decode()
 
 
 def value(text, series):
@@ -144,7 +144,7 @@ def test_scopes_are_two_halves_of_the_whole():
 
 def test_no_engine_series_before_the_first_hello():
     metrics = FrontendMetrics(1000)
-    text = metrics.render(None, "", "all")[0].decode()
+    text = metrics.render((), "", "all")[0].decode()
     assert "engine=" not in text
     assert "drafthouse:fence_timeouts_total 0\n" in text
 
@@ -183,7 +183,7 @@ def test_finished_choices_are_counted_with_their_times():
     metrics.attach("0", MODEL)
     metrics.finished(FinishedChoice("stop", 10, 4, 5, 2.0, 0.5, 0.5, 1.0))
     metrics.finished(FinishedChoice("abort", 10, 0, 0, 0.2, 0.2, None, None))
-    text = metrics.render(None, "", "frontend")[0].decode()
+    text = metrics.render((), "", "frontend")[0].decode()
     counts = {
         reason: value(text, f'vllm:request_success_total{LABELS},finished_reason="{reason}"}}')
         for reason in FINISHED_REASONS
@@ -207,11 +207,11 @@ class Spans:
 
 def test_tracing_families_exist_only_while_tracing_is_on():
     metrics = FrontendMetrics(1000)
-    text = metrics.render(None, "", "frontend")[0].decode()
+    text = metrics.render((), "", "frontend")[0].decode()
     assert "traced" not in text and "traceparent" not in text and "span" not in text and "otlp" not in text
     metrics.trace_on()
     metrics.watch_spans(Spans)
-    text = metrics.render(None, "", "frontend")[0].decode()
+    text = metrics.render((), "", "frontend")[0].decode()
     assert {line for line in text.splitlines() if "trac" in line or "span" in line if line[0] != "#"} == {
         *(f'drafthouse:requests_traced_total{{decision="{decision}"}} 0' for decision in TRACE_DECISIONS),
         "drafthouse:traceparent_malformed_total 0",
@@ -233,7 +233,7 @@ def test_decisions_and_span_counts_are_served_as_they_are_at_the_scrape():
     metrics.malformed_traceparent()
     spans.exported, spans.size = 10**15 + 1, 12
     spans.dropped, spans.failures = {"queue_full": 3, "shutdown": 1}, {"UNAVAILABLE": 2, "429": 1}
-    text = metrics.render(None, "", "frontend")[0].decode()
+    text = metrics.render((), "", "frontend")[0].decode()
     decided = {name: value(text, f'drafthouse:requests_traced_total{{decision="{name}"}}') for name in TRACE_DECISIONS}
     assert decided == {"sampled": 2, "unsampled": 0, "limited": 1}
     assert value(text, "drafthouse:traceparent_malformed_total") == 1
@@ -243,7 +243,7 @@ def test_decisions_and_span_counts_are_served_as_they_are_at_the_scrape():
     assert value(text, 'drafthouse:span_export_failures_total{reason="UNAVAILABLE"}') == 2
     assert value(text, 'drafthouse:span_export_failures_total{reason="429"}') == 1
     assert value(text, "drafthouse:span_queue_size") == 12
-    openmetrics = metrics.render(None, "application/openmetrics-text", "frontend")[0].decode()
+    openmetrics = metrics.render((), "application/openmetrics-text", "frontend")[0].decode()
     assert {family.name for family in text_string_to_metric_families(openmetrics)} >= {
         "drafthouse:spans_dropped",
         "drafthouse:span_queue_size",
@@ -289,7 +289,7 @@ def test_otlp_sees_what_its_conventions_define():
         ("request", "text_completion", 2.5, "500", ids),
     ]
     observer.failures = 2
-    assert "drafthouse:otlp_metrics_failures_total 2\n" in metrics.render(None, "", "frontend")[0].decode()
+    assert "drafthouse:otlp_metrics_failures_total 2\n" in metrics.render((), "", "frontend")[0].decode()
 
 
 def test_engine_info_names_what_runs():

@@ -13,11 +13,12 @@ import pytest
 from opentelemetry.proto.metrics.v1 import metrics_pb2
 
 from frontend.config import FrontendConfig
-from frontend.deltas import LatestSnapshot
+from frontend.deltas import LatestSnapshot, ObservedEngine
 from frontend.otlp_metrics import (
     FIRST_TOKEN_BUCKETS,
     PER_TOKEN_BUCKETS,
     REQUEST_DURATION_BUCKETS,
+    Engines,
     OtlpMetrics,
     start_otlp_metrics,
 )
@@ -46,6 +47,11 @@ def stepped(step_id: int, generation_tokens: int) -> StepOutput:
     return msgspec.structs.replace(step(step_id, counters=totals(generation_tokens=generation_tokens)), load=LOAD)
 
 
+def engines(latest: LatestSnapshot, is_reporter: Callable[[], bool] = lambda: True) -> Engines:
+    """The one engine there is."""
+    return lambda: (ObservedEngine("0", latest, is_reporter),)
+
+
 @contextmanager
 def exporting(
     receiver: MetricReceiver,
@@ -56,7 +62,7 @@ def exporting(
     """OTLP metrics to `receiver`, by default once, when the block ends."""
     environment = {"OTEL_METRIC_EXPORT_INTERVAL": NEVER_MS, **variables}
     config = FrontendConfig(otlp_metrics_endpoint=receiver.url)
-    started = start_otlp_metrics(config, environment, RESOURCE, latest or attached(), is_reporter)
+    started = start_otlp_metrics(config, environment, RESOURCE, engines(latest or attached(), is_reporter))
     assert started is not None
     try:
         yield started
@@ -181,7 +187,7 @@ def test_whoever_is_not_the_reporter_exports_nothing_of_the_engine():
 def test_the_engines_resource_is_the_callers_where_there_is_one():
     with http_receiver() as receiver:
         started = start_otlp_metrics(
-            FrontendConfig(otlp_metrics_endpoint=receiver.url), {}, RESOURCE, attached(), lambda: True,
+            FrontendConfig(otlp_metrics_endpoint=receiver.url), {}, RESOURCE, engines(attached()),
             lambda engine_id, epoch: (("service.name", ENGINE), ("of", f"{engine_id} {epoch}")),
         )  # fmt: skip
         assert started is not None
@@ -258,7 +264,7 @@ def test_closing_is_bounded_with_a_collector_that_hangs(receiving):
     with receiving() as receiver:
         receiver.hanging = threading.Event()
         started = start_otlp_metrics(
-            FrontendConfig(otlp_metrics_endpoint=receiver.url), {}, RESOURCE, attached(), lambda: True
+            FrontendConfig(otlp_metrics_endpoint=receiver.url), {}, RESOURCE, engines(attached())
         )
         assert started is not None
         before_s = time.monotonic()

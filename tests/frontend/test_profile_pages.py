@@ -35,7 +35,7 @@ class ProfiledEngine(FakeEngineClient):
         self.answers = list(answers)
         self.asked: list[tuple[ProfileAction, float]] = []
 
-    async def profile(self, action: ProfileAction, timeout_s: float) -> ProfileReply:
+    async def profile(self, action: ProfileAction, timeout_s: float, engine_id: str | None = None) -> ProfileReply:
         self.asked.append((action, timeout_s))
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):

@@ -149,7 +149,7 @@ async def test_a_limited_client_gets_openais_429_before_its_body_is_read():
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
         assert (await site.ask("/health", KEY))[0] == 200, "open routes count for nobody"
         assert len(site.server.engine.submitted) == 2
-        page = site.server.metrics.render(None, "", "frontend")[0].decode()
+        page = site.server.metrics.render((), "", "frontend")[0].decode()
         assert 'drafthouse:rate_limited_total{reason="requests_per_minute"} 1\n' in page
 
 

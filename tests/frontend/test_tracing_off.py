@@ -96,10 +96,9 @@ def test_a_frontend_without_telemetry_loads_nothing_of_it():
     code = (
         "import sys, frontend.__main__ as main\n"
         "from frontend.config import FrontendConfig\n"
-        "from frontend.deltas import LatestSnapshot\n"
         "from frontend.metrics import FrontendMetrics\n"
         "from frontend.telemetry import start_telemetry\n"
-        "started = start_telemetry(FrontendConfig(), {}, FrontendMetrics(100), LatestSnapshot(), lambda: True)\n"
+        "started = start_telemetry(FrontendConfig(), {}, FrontendMetrics(100), tuple)\n"
         "assert started.tracer is started.tracing is started.otlp is None\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'opentelemetry', 'grpc', 'requests', 'google'}))"
     )
