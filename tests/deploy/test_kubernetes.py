@@ -246,7 +246,7 @@ def test_only_the_ingress_and_prometheus_reach_a_frontend(production: Rendering)
     ]
     assert any({"Ingress", "Egress"} <= set(spec["policyTypes"]) for spec in policies)
     reached_by = [name for spec in policies for rule in spec.get("ingress", []) for name in namespaces(rule["from"])]
-    assert sorted(reached_by) == ["ingress-nginx", "monitoring"]
+    assert sorted(reached_by) == ["monitoring", "traefik"]
 
 
 # ---- life and death
