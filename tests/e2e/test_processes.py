@@ -157,7 +157,8 @@ def ended(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
         (("engine", "--executor", "sim", "--max-model-len", "9000"), {}, "--max-model-len 9000 exceeds"),
         (("engine", "--port", "80"), {}, "no option --port"),
         (("frontend", "--model", "/no/such.gguf"), {}, "/no/such.gguf"),
-        (("frontend", "--engine", "tcp://127.0.0.1:1,tcp://127.0.0.1:2"), {}, "several addresses"),
+        (("frontend", "--engine", "tcp://127.0.0.1:1,tcp://127.0.0.1:1"), {}, "tcp://127.0.0.1:1 twice"),
+        (("engine", "--listen", "tcp://127.0.0.1:1,tcp://127.0.0.1:2"), {}, "several addresses"),
         (("servo",), {}, "no command 'servo'"),
     ],
 )
