@@ -7,12 +7,14 @@ HTTP status, or an error event in a stream), `cut` when the connection broke und
 import http.client
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 TIMEOUT_S = 60.0
+DEFAULT_RETRY_S = 0.5  # what OpenAI's client waits first when an error names no time
 Kind = Literal["complete", "refused", "cut", "wrong"]
 
 
@@ -22,6 +24,7 @@ class Outcome:
     detail: str = ""
     completion_tokens: int = 0
     statistics: dict[str, Any] = field(default_factory=dict)
+    retry_after_s: float | None = None  # set where a client of the OpenAI API would ask again
 
 
 def ask(port: int, number: int, *, stream: bool, max_tokens: int) -> Outcome:
@@ -41,7 +44,7 @@ def ask(port: int, number: int, *, stream: bool, max_tokens: int) -> Outcome:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         if answer.status != 200:
-            return _refusal(answer.status, answer.read())
+            return _refusal(answer)
         return _streamed(answer, max_tokens) if stream else _whole(json.loads(answer.read()), max_tokens)
     except (OSError, http.client.HTTPException) as error:
         return Outcome("cut", type(error).__name__)
@@ -49,12 +52,16 @@ def ask(port: int, number: int, *, stream: bool, max_tokens: int) -> Outcome:
         connection.close()
 
 
-def _refusal(status: int, body: bytes) -> Outcome:
+def _refusal(answer: http.client.HTTPResponse) -> Outcome:
+    status, body = answer.status, answer.read()
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         return Outcome("wrong", f"{status} without an error in OpenAI's shape: {body[:200]!r}")
-    return Outcome("refused", f"{status} {message}") if message else Outcome("wrong", f"{status} without a message")
+    if not message:
+        return Outcome("wrong", f"{status} without a message")
+    wait_s = float(answer.headers.get("Retry-After", DEFAULT_RETRY_S)) if status >= 500 else None
+    return Outcome("refused", f"{status} {message}", retry_after_s=wait_s)
 
 
 def _whole(answer: dict[str, Any], max_tokens: int) -> Outcome:
@@ -96,8 +103,13 @@ def _streamed(answer: http.client.HTTPResponse, max_tokens: int) -> Outcome:
 class Load:
     """Threads that ask, each one request after the other, until they are told to stop or have asked enough."""
 
-    def __init__(self, port: int, num_threads: int, *, max_tokens: int, num_requests: int | None = None) -> None:
+    def __init__(
+        self, port: int, num_threads: int, *, max_tokens: int, num_requests: int | None = None, retries: int = 0
+    ) -> None:
+        """`retries`: how often a client asks again after an HTTP error of 500 or more; OpenAI's own does it twice."""
         self._port = port
+        self._retries = retries
+        self.num_retries = 0
         self._max_tokens = max_tokens
         self._limit = num_requests
         self._lock = threading.Lock()
@@ -133,9 +145,20 @@ class Load:
 
     def _work(self) -> None:
         while (number := self._next()) is not None:
-            outcome = ask(self._port, number, stream=number % 2 == 0, max_tokens=self._max_tokens)
+            outcome = self._ask_patiently(number)
             with self._lock:
                 self.outcomes.append(outcome)
+
+    def _ask_patiently(self, number: int) -> Outcome:
+        left = self._retries
+        while True:
+            outcome = ask(self._port, number, stream=number % 2 == 0, max_tokens=self._max_tokens)
+            if outcome.retry_after_s is None or left == 0:
+                return outcome
+            left -= 1
+            with self._lock:
+                self.num_retries += 1
+            time.sleep(outcome.retry_after_s)  # the server's word, as a client keeps it
 
     def count(self, holds: Callable[[Outcome], bool] = lambda _: True) -> int:
         with self._lock:

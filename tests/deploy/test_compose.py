@@ -180,8 +180,9 @@ def rule_groups() -> list:
 
 
 def is_rare(query: str) -> bool:
-    """Whether a healthy fleet has nothing to show there."""
-    return query.endswith("> 0") or query.startswith("ALERTS") or "span_export_failures" in query
+    """Whether a healthy fleet of simulated engines, which neither observe nor accept, has nothing to show there."""
+    names = ("span_export_failures", "observe_seconds", "accept_seconds")
+    return query.endswith("> 0") or query.startswith("ALERTS") or any(name in query for name in names)
 
 
 def test_an_engine_that_dies_costs_clear_errors_and_comes_back(stack: Stack) -> None:
@@ -212,16 +213,16 @@ def test_a_frontend_that_dies_cuts_only_its_own_streams(stack: Stack) -> None:
 
 
 def test_scaling_down_and_up_under_load_loses_nothing(stack: Stack) -> None:
-    with Load(stack.api_port, CLIENTS, max_tokens=64) as load:
+    """Clients that ask again when told to, as OpenAI's do, get all they asked for."""
+    with Load(stack.api_port, CLIENTS, max_tokens=64, retries=2) as load:
         wait_until("the load runs", lambda: load.count() > CLIENTS)
         stack.up(frontend=1, engine=1)
         wait_until("fewer are there", lambda: balanced(stack) == 1 or balanced(stack))
         stack.up(frontend=4, engine=2)
         wait_until("more are there", lambda: balanced(stack) == 4 or balanced(stack))
-    assert load.count(lambda it: it.kind in ("cut", "wrong")) == 0, load.summary()
-    assert load.count(lambda it: it.kind == "complete") > 20 * load.count(lambda it: it.kind == "refused"), (
-        load.summary()
-    )
+    assert set(load.summary()) == {"complete"}, load.summary()
+    # Between a frontend's first word that it leaves and the balancer's next question lies a quarter of a second.
+    assert load.num_retries < load.count() / 5, (load.num_retries, load.summary())
     wait_until_settled(stack, 4, ENGINES)
 
 

@@ -5,6 +5,7 @@ import re
 import time
 import urllib.request
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import promql_parser
@@ -53,11 +54,13 @@ def _page(server: Server) -> str:
         return str(answer.read().decode())
 
 
+@cache
 def rules() -> list[dict[str, str]]:
     groups = yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
+@cache
 def recorded() -> set[str]:
     return {rule["record"] for rule in rules() if "record" in rule}
 
