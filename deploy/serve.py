@@ -1,4 +1,4 @@
-"""`drafthouse serve`: one engine and N frontends on this machine, on one port, behind one Ctrl-C.
+"""`drafthouse serve`: engines and frontends on this machine, on one port, behind one Ctrl-C.
 
 Owns the options of the whole, the private socket directory, the shared port, and what is printed for people. Everything
 is checked before anything starts. Keeping the processes alive is deploy.supervisor's.
@@ -52,6 +52,9 @@ _FRONTEND_OWN = ("engine", "reuse_port", "drain_timeout_s", "curve_key_file", "c
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What only the whole has."""
 
+    engines: Annotated[
+        int, Meta(ge=1, le=64, description="engine processes, each with the model and a cache of its own")
+    ] = 1
     frontends: Annotated[int, Meta(ge=1, le=64, description="frontend processes that share the port")] = 1
     drain_timeout_s: Annotated[
         float, Meta(ge=0, le=3600, description="seconds that running requests get to finish after Ctrl-C or SIGTERM")
@@ -102,27 +105,30 @@ def read_plan(arguments: list[str], environment: Mapping[str, str]) -> Plan:
     given = read(options(), arguments, environment, program=PROGRAM, secrets=(VARIABLE,))
     serve, engine, frontend = (build(kind, given) for kind in (ServeConfig, EngineConfig, FrontendConfig))
     assert isinstance(serve, ServeConfig) and isinstance(engine, EngineConfig) and isinstance(frontend, FrontendConfig)
+    if serve.engines > 1 and "engine_id" in given:
+        raise OptionsError("--engine-id is of one engine: with --engines the ids are 0, 1 and so on")
     # Also fetches a model of the hub once, before two processes want it at the same time.
     files = resolve(engine.model)
     return Plan(given, serve, engine, frontend, engine.served_model_name or files.name)
 
 
-def programs(plan: Plan, address: str, port: int) -> list[Program]:
-    """The command lines: exactly what was given, passed on as flags."""
+def programs(plan: Plan, addresses: list[str], port: int) -> list[Program]:
+    """The command lines: exactly what was given, passed on as flags. One engine per address."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     root = str(Path(deploy.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     python = [sys.executable, "-P", "-m"]  # -P: a directory called engine where the user stands is not ours
-    engine = [*python, "engine", *_flags(plan, EngineConfig), f"--listen={address}"]
-    engine.append(f"--drain-timeout-s={ENGINE_DRAIN_S:g}")
     frontend = [
-        *python, "frontend", *_flags(plan, FrontendConfig, without=("port",)), f"--engine={address}", f"--port={port}",
-        "--reuse-port=true", f"--drain-timeout-s={plan.serve.drain_timeout_s:g}",
+        *python, "frontend", *_flags(plan, FrontendConfig, without=("port",)), f"--engine={','.join(addresses)}",
+        f"--port={port}", "--reuse-port=true", f"--drain-timeout-s={plan.serve.drain_timeout_s:g}",
     ]  # fmt: skip
     secret = {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}  # the engine needs none
     frontend_stop_s = plan.serve.drain_timeout_s + FRONTEND_STOP_MARGIN_S
     return [
-        Program("engine", engine, environment, 1, ENGINE_STOP_S),
+        *(
+            Program(name, [*python, "engine", *command], environment, 1, ENGINE_STOP_S)
+            for name, command in _engines(plan, addresses)
+        ),
         *(
             Program(f"frontend {number}", frontend, environment | secret, 0, frontend_stop_s)
             for number in range(1, plan.serve.frontends + 1)
@@ -130,11 +136,24 @@ def programs(plan: Plan, address: str, port: int) -> list[Program]:
     ]
 
 
+def _engines(plan: Plan, addresses: list[str]) -> list[tuple[str, list[str]]]:
+    """(name, flags) of every engine. A single one keeps the id it was given."""
+    flags = [*_flags(plan, EngineConfig), f"--drain-timeout-s={ENGINE_DRAIN_S:g}"]
+    if len(addresses) == 1:
+        return [("engine", [*flags, f"--listen={addresses[0]}"])]
+    return [
+        (f"engine {number}", [*flags, f"--engine-id={number}", f"--listen={address}"])
+        for number, address in enumerate(addresses)
+    ]
+
+
 async def _serve(plan: Plan, directory: Path, port: int) -> int:
-    _say(f"drafthouse serves {plan.model_name}: starting the engine and {plan.serve.frontends} frontend(s)")
+    engines = "the engine" if plan.serve.engines == 1 else f"{plan.serve.engines} engines"
+    _say(f"drafthouse serves {plan.model_name}: starting {engines} and {plan.serve.frontends} frontend(s)")
     for line in _summary(plan):
         _say(f"  {line}")
-    supervisor = Supervisor(programs(plan, f"ipc://{directory}/engine.sock", port), _say)
+    names = ["engine"] if plan.serve.engines == 1 else [f"engine-{number}" for number in range(plan.serve.engines)]
+    supervisor = Supervisor(programs(plan, [f"ipc://{directory}/{name}.sock" for name in names], port), _say)
     announcing = asyncio.create_task(_announce(plan, port, supervisor), name="announce")
     try:
         code = await supervisor.run()
@@ -176,31 +195,13 @@ async def _announce(plan: Plan, port: int, supervisor: Supervisor) -> None:
 
 
 async def _until_ready(plan: Plan, port: int, supervisor: Supervisor) -> None:
-    """Until every frontend listens and answers ready. The kernel spreads connections over them."""
+    """Until every frontend listens and answers that all engines are ready. The kernel spreads connections over them."""
     host = _reachable(plan.frontend.host)
     in_a_row = 0
     while not _all_listen(supervisor, port):
         await asyncio.sleep(READY_POLL_S)
     while in_a_row < 3 * plan.serve.frontends:
-        in_a_row = in_a_row + 1 if await _is_ready(host, port) else 0
-        if in_a_row == 0:
-            await asyncio.sleep(READY_POLL_S)
-    _say(f"running: {supervisor.status()}")
-    while True:
-        await supervisor.restarted()
-        restarted_s = time.monotonic()
-        await _until_ready(plan, port, supervisor)
-        _say(f"ready again after {time.monotonic() - restarted_s:.1f} s: {supervisor.status()}")
-
-
-async def _until_ready(plan: Plan, port: int, supervisor: Supervisor) -> None:
-    """Until every frontend listens and answers ready. The kernel spreads connections over them."""
-    host = _reachable(plan.frontend.host)
-    in_a_row = 0
-    while not _all_listen(supervisor, port):
-        await asyncio.sleep(READY_POLL_S)
-    while in_a_row < 3 * plan.serve.frontends:
-        in_a_row = in_a_row + 1 if await _is_ready(host, port) else 0
+        in_a_row = in_a_row + 1 if await _is_ready(host, port, plan.serve.engines) else 0
         if in_a_row == 0:
             await asyncio.sleep(READY_POLL_S)
 
@@ -218,13 +219,14 @@ def _listens(pid: int, port: int) -> bool:
     return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in sockets)
 
 
-async def _is_ready(host: str, port: int) -> bool:
+async def _is_ready(host: str, port: int, num_engines: int) -> bool:
     try:
         async with asyncio.timeout(2):
             reader, writer = await asyncio.open_connection(host, port)
             try:
                 writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                return b" 200 " in await reader.readline()
+                answer = await reader.read()
+                return b" 200 " in answer.partition(b"\r\n")[0] and answer.count(b'"ready":true') == num_engines
             finally:
                 writer.close()
     except (OSError, TimeoutError):
