@@ -1,5 +1,5 @@
 # The commands of this repository. `make serve` and `make test` need only Python 3.11+, git and make.
-.PHONY: serve test install check cases bench report gpu clean
+.PHONY: serve test install check cases bench report soak compose-test images gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -10,6 +10,9 @@ help:
 	@echo "make cases     the long forms of the failure cases"
 	@echo "make bench     print tokens per second, time to first token and step overhead"
 	@echo "make report    serve, trace one request and draw its rounds into report/"
+	@echo "make soak      a fleet under load and harm for 10 minutes (ARGS=\"--minutes 3\"), and a report"
+	@echo "make images    build the images of docker-compose.yml"
+	@echo "make compose-test  run the whole fleet in Docker, kill parts of it and count (minutes)"
 	@echo "make gpu       losslessness and a small benchmark on a CUDA device, if there is one"
 
 install:
@@ -39,6 +42,16 @@ bench: .venv-test
 
 report: .venv-test
 	@.venv/bin/drafthouse report --serve $(ARGS)
+
+soak: .venv-test
+	.venv/bin/python -m tests.soak $(ARGS)
+
+images:
+	docker-compose build engine frontend
+
+compose-test: .venv-test
+	@tests/deploy/docker_engine.sh
+	COMPOSE_TEST=1 .venv/bin/python -m pytest -q tests/deploy/test_compose.py $(ARGS)
 
 gpu: install
 	.venv/bin/python tests/gpu/check.py
