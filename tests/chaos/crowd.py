@@ -251,13 +251,14 @@ def quiet_pages(fleet: Fleet, within_s: float = 12.0) -> list[dict[str, float]]:
     def holds() -> bool:
         nonlocal pages
         pages = [scrape(member.url, "/metrics/engine") for member in fleet.able()]
-        return bool(pages) and all(_is_idle(page, len(fleet.frontends)) for page in pages)
+        is_idle = bool(pages) and all(_is_idle(page, len(fleet.frontends)) for page in pages)
+        return is_idle and all(page == pages[0] for page in pages)
 
     def told() -> str:
-        return "; ".join(str({name: total(page, name) for name in _SHOWN}) for page in pages)
+        shown = [str({name: total(page, name) for name in _SHOWN}) for page in pages]
+        return f"{shown}; not the same everywhere: {set.symmetric_difference(*({*p.items()} for p in (pages[0], pages[-1])))}"
 
     wait_until(holds, within_s, told)
-    assert all(page == pages[0] for page in pages), "frontends differ over an idle engine"
     return pages
 
 

@@ -33,7 +33,7 @@ def wait_until(holds: Callable[[], bool], within_s: float, what: str | Callable[
     return time.monotonic() - started
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
     """One process of the fleet. `url` is set for a frontend once it listens."""
 
@@ -42,6 +42,7 @@ class Member:
     log_path: Path
     url: str = ""
     is_frozen: bool = False
+    started: float = field(default_factory=time.monotonic)
     harmed: list[tuple[float, float]] = field(default_factory=list)  # when its clients may see a broken connection
 
     def log(self) -> str:
