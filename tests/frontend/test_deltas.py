@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.deltas import IntervalLog, LatestSnapshot, SnapshotDelta
+from frontend.deltas import IntervalLog, IntervalLogs, LatestSnapshot, ObservedEngine, SnapshotDelta
 from protocol.codec import decode_counters, encode_counters
 from protocol.counters import Counters
 from protocol.messages import Detached, FenceReply, FromEngine, Heartbeat
@@ -185,3 +185,22 @@ def test_the_interval_log_speaks_only_of_intervals_that_drafted():
     now[0] += 10
     log.tick()
     assert lines == ["speculation accept_rate=0.667 accept_length=3.00 rounds=10 generated_per_s=3.0"]
+
+
+def test_interval_logs_name_their_engine_and_begin_at_its_hello():
+    lines: list[str] = []
+    now, known = [100.0], list[ObservedEngine]()
+    logs = IntervalLogs(lambda: known, lines.append, lambda: now[0])
+    for engine_id, steps in (("0", 10), ("1", 20)):
+        latest = LatestSnapshot()
+        latest.observe(hello(step_id=5, counters=encode_counters(at(5))))
+        latest.observe(published(5 + steps, 0))
+        known.append(ObservedEngine(engine_id, latest, lambda: False))
+    now[0] += 10
+    logs.tick()
+    assert [line.partition(" accept_rate")[0] for line in lines] == ["speculation engine=0", "speculation engine=1"]
+    assert [line.partition("rounds=")[2] for line in lines] == ["10 generated_per_s=3.0", "20 generated_per_s=6.0"]
+    del known[0]
+    now[0] += 10
+    logs.tick()
+    assert len(lines) == 2, "nothing happened since, and an engine that is forgotten is not told"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.deltas import LatestSnapshot
-from frontend.engine_sums import SUMS, EngineReport, EngineReporter
+from frontend.deltas import LatestSnapshot, ObservedEngine
+from frontend.engine_sums import SUMS, EngineReport, EngineReporter, EngineReporters
 from protocol.codec import encode_counters
 from protocol.counters import Counters
 from tests.wiring import EPOCH, IDLE, hello, step, totals
@@ -286,3 +286,24 @@ def test_increments_of_one_reporter_add_up_to_the_totals_exactly(events):
     assert generated(world.arrived) == world.totals[EPOCH]
     for before, after in itertools.pairwise(world.arrived):  # an export before anything new was heard has no point
         assert before.end_ns == after.start_ns, "without a gap"
+
+
+def test_each_engine_is_reported_by_its_own_reporter():
+    frontends = [Frontend("me"), Frontend("me")]
+    known: list[ObservedEngine] = []
+    reporters = EngineReporters(lambda: tuple(known), is_delta=True)
+    assert reporters.collect() == []
+    frontends[0].hears(1, "me")
+    frontends[0].hears(2, "me")
+    known.append(ObservedEngine("0", frontends[0].latest, frontends[0].is_reporter))
+    assert [generated([report]) for report in reporters.collect()] == [4]
+    reporters.exported()
+    frontends[0].hears(4, "me")
+    frontends[1].hears(5, "another")
+    known.append(ObservedEngine("1", frontends[1].latest, frontends[1].is_reporter))
+    assert [generated([report]) for report in reporters.collect()] == [8], "what another reports is not ours"
+    reporters.exported()
+    frontends[1].hears(6, "me")
+    reporters.recognise()
+    frontends[1].hears(7, "me")
+    assert [generated([report]) for report in reporters.collect()] == [4], "from where this frontend took over"

@@ -19,13 +19,16 @@ async def http(engine):
 
 
 async def test_health_outlives_the_engine_and_ready_says_why(http, engine):
-    assert (await http.get("/ready")).status == 200
+    ready = await http.get("/ready")
+    listed = {"id": "0", "address": "ipc:///engine", "ready": True, "reason": None}
+    assert (ready.status, await ready.json()) == (200, {"status": "ready", "engine": "0", "engines": [listed]})
     engine.lose("the engine at X is not available: it was killed")
     for path in ("/health", "/ping"):
         assert (await http.get(path)).status == 200
     ready = await http.get("/ready")
     assert ready.status == 503
-    assert "it was killed" in (await ready.json())["reason"]
+    said = await ready.json()
+    assert "it was killed" in said["reason"] and said["engines"][0]["reason"] == said["reason"]
 
 
 async def test_models_have_the_keys_bench_clients_need(http):

@@ -328,3 +328,26 @@ async def test_request_times_and_parameters_reach_the_page():
     assert value(text, f"vllm:request_prefill_kv_computed_tokens_sum{LABELS}}}") == 4
     assert value(text, "drafthouse:unknown_fields_total") == 1
     assert value(text, 'http_requests_total{handler="/v1/completions",method="POST",status="2xx"}') == 1
+
+
+def test_several_engines_have_one_series_each_and_are_never_added_up():
+    plain = msgspec.structs.replace(hello(max_draft_len=0), engine_id="1")
+    views = [
+        EngineView(hello(), Counters.zero(5, 1), load(), 7, up=True),
+        EngineView(plain, Counters.zero(0, 0), load(), 9, up=False),
+    ]
+    metrics = FrontendMetrics(1000)
+    metrics.several_engines()
+    for view in views:
+        metrics.attach(view.hello.engine_id, MODEL)
+    metrics.finished(FinishedChoice("stop", 10, 4, 5, 2.0, 0.5, 0.5, 1.0, engine="0"))
+    text = metrics.render(views, "", "all")[0].decode()
+    assert text.count("# TYPE drafthouse:steps_total counter") == 1
+    for engine in ("0", "1"):
+        assert f'drafthouse:steps_total{{engine="{engine}",model_name="{MODEL}",outcome="ok"}} 0\n' in text
+        ended = f'vllm:request_success_total{{engine="{engine}",model_name="{MODEL}",finished_reason="stop"}}'
+        assert f"{ended} {int(engine == '0')}\n" in text
+    assert 'num_drafts_total{engine="0"' in text and 'num_drafts_total{engine="1"' not in text
+    assert 'num_requests_running{engine="1"' not in text
+    metrics.forget("1")
+    assert 'engine="1"' not in metrics.render((), "", "frontend")[0].decode()

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
@@ -11,6 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from frontend import profiling
 from frontend.admin import AdminKeys
 from frontend.attachment import Attachment, Expectation
+from frontend.engine_families import EngineStatus
 from frontend.errors import ApiError
 from frontend.profiling import ENGINE_TIMEOUT_S, start_profile, stop_profile
 from frontend.server import SERVER
@@ -160,6 +162,35 @@ async def test_what_the_bench_client_posts_is_taken_and_sglangs_options_are_refu
         assert (refused.status, error["param"]) == (400, name) and name in error["message"]
     assert (await http.post("/start_profile", data=b"{not json", headers=ADMIN)).status == 400
     assert len(engine.asked) == 1
+
+
+class TwoProfiledEngines(ProfiledEngine):
+    """Both answer by their own id."""
+
+    @property
+    def statuses(self) -> list[EngineStatus]:
+        return [EngineStatus(name, f"ipc:///{name}", None) for name in ("0", "1")] + [EngineStatus("2", "x", "down")]
+
+    async def profile(self, action: ProfileAction, timeout_s: float, engine_id: str | None = None) -> ProfileReply:
+        answer = await super().profile(action, timeout_s)
+        return msgspec.structs.replace(answer, engine_id=engine_id)
+
+
+async def test_all_engines_are_asked_or_the_one_that_is_named(key_file: Path):
+    engine = TwoProfiledEngines()
+    async with TestClient(TestServer(app_over(engine, key_file))) as http:
+        engine.answers += [STARTED, STARTED]
+        started = await (await http.post("/start_profile", headers=ADMIN)).json()
+        assert [one["engine"] for one in started["engines"]] == ["0", "1"] and started["status"] == "started"
+        engine.answers.append(STOPPED)
+        stopped = await (await http.post("/stop_profile?engine=1", headers=ADMIN)).json()
+        assert (stopped["engine"], stopped["num_steps"]) == ("1", 9)
+        for name in ("2", "7"):
+            assert (await http.post(f"/stop_profile?engine={name}", headers=ADMIN)).status == 404
+        engine.answers += [STOPPED, ProfileReply("1", EPOCH, 1, ProfileOutcome.CONFLICT, "none runs")]
+        refused = await http.post("/stop_profile", headers=ADMIN)
+        message = (await refused.json())["error"]["message"]
+        assert refused.status == 409 and message == "engine 0: 9 steps recorded; engine 1: none runs"
 
 
 # ---- the answer's way through an attachment ----
