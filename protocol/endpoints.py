@@ -11,7 +11,9 @@ DEFAULT_ENGINE_ADDRESS = "tcp://127.0.0.1:5570"
 HEARTBEAT_INTERVAL_S = 0.5  # engine -> frontends when no step was published for that long
 PING_INTERVAL_S = 1.0  # frontend -> engine when it had nothing to acknowledge
 ENGINE_SILENT_S = 3.0  # a frontend gives an engine up after that long without any message
-FRONTEND_SILENT_S = 5.0  # an engine cuts a frontend off after that long without a Ping
+# An engine cuts a frontend off after that long without a Ping; with the tick that looks for it and the step that frees the
+# blocks, what a hanging frontend ran is gone within 5 s.
+FRONTEND_SILENT_S = 4.5
 FENCE_TIMEOUT_S = 0.25
 MAX_UNACKNOWLEDGED_STEPS = 16  # beyond this the frontend's rows pause
 SEND_HIGH_WATER_MARK = 10_000  # messages queued for one frontend before it is cut off
