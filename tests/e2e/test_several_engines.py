@@ -16,8 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import requests
 
 from tests.e2e.servers import _attached_url, running, serve
+from tests.traced import named
+from tests.traced_server import Parent, checked, errors, traced_server
 
 GENERATED = "vllm:generation_tokens_total"
 READY_S = 30.0
@@ -180,6 +183,37 @@ def test_a_killed_engine_costs_only_what_had_begun_and_comes_back_as_a_new_epoch
             later = list(pool.map(lambda number: stream(urls[number % 2], Answer(), max_tokens=4), range(6)))
         then = per_engine(urls[0], GENERATED)
         assert sum(then.values()) - sum(now.values()) == sum(answer.num_tokens for answer in later) == 24
+
+
+def test_a_retried_request_has_the_stages_of_both_engines_and_those_of_the_first_end_in_error():
+    slow = {
+        "runs": [[582, 827], [582]],
+        "step_ms": 1500,
+    }  # the prompt gives no token, and the first round takes its time
+    with traced_server("--executor", "sim", "--engines", "2", "--check-laws", "true") as traced:
+        url, parent = traced.server.base_url, Parent()
+        with ThreadPoolExecutor(1) as pool:
+            headers = parent.headers
+            asking = pool.submit(
+                requests.post, url + "/v1/completions", json={"prompt": "x", "sim": slow}, headers=headers, timeout=60
+            )
+            soon(lambda: 1 in per_engine(url, "vllm:num_requests_running").values())
+            soon(lambda: sum(per_engine(url, "vllm:prompt_tokens_total").values()) > 0)
+            [lost] = [engine for engine, count in per_engine(url, "vllm:num_requests_running").items() if count == 1]
+            [pid] = [
+                pid for pid in traced.server.pids("engine") if f"--engine-id={lost}" in psutil.Process(pid).cmdline()
+            ]
+            os.kill(pid, signal.SIGKILL)
+            answer = asking.result(60)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
+        spans = traced.trace(parent.trace_id, "decode_forward")
+        checked(spans, parent.span_id)
+        decodes = {span.instance.partition("/")[0]: span for span in named(spans, "decode_forward")}
+        other = "1" if lost == "0" else "0"
+        assert decodes[lost].is_error and "engine lost" in decodes[lost].message
+        assert not decodes[other].is_error and decodes[other].attributes["num_rounds"] == 2
+        assert len(named(spans, "prefill_forward")) == 2 and errors(spans).keys() == {"decode_forward"}
+        assert sum(per_engine(url, "drafthouse:requests_retried_total").values()) == 1
 
 
 def test_serve_starts_several_engines_and_all_of_them_are_ready():
