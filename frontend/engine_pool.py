@@ -276,21 +276,20 @@ class EnginePool:
             for engine in self._engines.values()
             if engine.takes_requests and engine.engine_id != avoided
         }
-        lost = EngineLost(self.down_reason or "no other engine takes requests")
         if not takers:
-            raise lost
+            raise EngineLost(self.down_reason or "no other engine takes requests")
         route = self._router.route(request.prompt_token_ids, [engine.candidate() for engine in takers.values()])
-        for engine_id in route.engine_ids:
-            engine = takers[engine_id]
+        refusals: list[EngineLost] = []
+        for engine in (takers[engine_id] for engine_id in route.engine_ids):
             try:
                 stream = request.submit(engine.client)
             except EngineLost as refused:  # its socket takes no more
-                lost = refused
+                refusals.append(refused)
                 continue
-            self._router.sent(route, engine_id)
+            self._router.sent(route, engine.engine_id)
             engine.on_the_way.append((engine.latest.step_id, stream))
             return stream
-        raise lost
+        raise refusals[0]
 
     def _again(self, request: _Request, lost_engine_id: str) -> Stream | None:
         if self._is_stopping:

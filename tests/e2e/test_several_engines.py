@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -214,6 +215,21 @@ def test_a_retried_request_has_the_stages_of_both_engines_and_those_of_the_first
         assert not decodes[other].is_error and decodes[other].attributes["num_rounds"] == 2
         assert len(named(spans, "prefill_forward")) == 2 and errors(spans).keys() == {"decode_forward"}
         assert sum(per_engine(url, "drafthouse:requests_retried_total").values()) == 1
+
+
+def test_a_frontend_follows_a_name_to_its_engine_and_waits_for_it():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with running("frontend", "--engine", f"tcp://localhost:{port}", "--port", "0") as log:
+        soon(lambda: " listening url=" in log.read_text(), READY_S)
+        url = log.read_text().partition(" listening url=")[2].split()[0]
+        soon(lambda: f"tcp://127.0.0.1:{port}" in get(url + "/ready")[1])
+        assert get(url + "/ready")[0] == 503 and get(url + "/health")[0] == 200
+        with running("engine", "--listen", f"tcp://127.0.0.1:{port}", "--executor", "sim"):
+            soon(lambda: get(url + "/ready")[0] == 200, READY_S)
+            assert stream(url, Answer(), max_tokens=5).num_tokens == 5
+        soon(lambda: get(url + "/ready")[0] == 503)
 
 
 def test_serve_starts_several_engines_and_all_of_them_are_ready():
