@@ -67,6 +67,11 @@ async def _serve(request: web.Request, kind: type[CompletionRequest] | type[Chat
             return await _whole(answer)
         except EngineLost as lost:
             raise _lost(server, lost) from None
+        except (ApiError, ConnectionError):
+            raise
+        except Exception:
+            generation.end("error")  # a bug of ours, which must not be counted as the client's departure
+            raise
         finally:
             if trace is not None:
                 describe_answer(trace, answer)

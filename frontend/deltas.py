@@ -105,6 +105,10 @@ class LatestSnapshot:
         if self.heard is not None:
             self._past_epochs.add(self.heard.hello.epoch)
             ended = self.heard._replace(ended=None)
+            logger.warning(
+                "engine_restarted engine=%s epoch=%d ended_epoch=%d ended_step=%d totals=from_zero",
+                hello.engine_id, hello.epoch, ended.hello.epoch, ended.step_id,
+            )  # fmt: skip
         now_ns = self._now_ns()
         self.heard = Heard(hello, now_ns, hello.step_id, hello.counters, hello.load, now_ns, ended)
 

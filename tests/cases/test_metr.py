@@ -213,6 +213,9 @@ def test_metr_3_a_restarted_engine_counts_from_its_own_zero(frontends: int) -> N
         counted = [engine_page(server.base_url) for _ in range(6)]
         assert {total(page, "vllm:spec_decode_num_accepted_tokens_total") for page in counted} == {50}
         assert {total(page, "vllm:generation_tokens_total") for page in counted} == {60}
+        restarts = [line for line in server.log().splitlines() if " engine_restarted engine=0 epoch=" in line]
+        assert len(restarts) == frontends
+        assert all("totals=from_zero" in line for line in restarts)
 
 
 def _new_epoch(base_url: str, old: float) -> bool:

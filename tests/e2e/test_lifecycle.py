@@ -170,6 +170,7 @@ def test_a_draining_engine_finishes_what_runs_and_its_frontend_refuses_the_rest(
         it.engine.tell()
         soon(lambda: refuses(it.client), "new requests are refused")
         assert it.engine.process.poll() is None, "it finishes what runs"
+        assert ready(it.client) == 503
         assert_whole(running, 100)
         assert it.engine.code() == 0
         soon(lambda: ready(it.client) == 503, "nobody is left to serve")
