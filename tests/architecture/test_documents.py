@@ -13,7 +13,7 @@ from frontend.families import FAMILIES
 from protocol.options import table
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").rglob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]+)")
 OTHERS = re.compile(r"\b(?:docker|docker-compose|kubectl|kustomize) [^`\n]*")  # commands whose options are not ours
