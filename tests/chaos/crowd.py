@@ -251,7 +251,7 @@ def quiet_pages(fleet: Fleet, within_s: float = 12.0) -> list[dict[str, float]]:
     def holds() -> bool:
         nonlocal pages
         pages = [scrape(member.url, "/metrics/engine") for member in fleet.able()]
-        is_idle = bool(pages) and all(_is_idle(page, len(fleet.frontends)) for page in pages)
+        is_idle = bool(pages) and all(_is_idle(page, fleet) for page in pages)
         return is_idle and all(page == pages[0] for page in pages)
 
     def told() -> str:
@@ -265,11 +265,12 @@ def quiet_pages(fleet: Fleet, within_s: float = 12.0) -> list[dict[str, float]]:
 _SHOWN = (*ENGINE_GAUGES, "drafthouse:engine_up", "drafthouse:paused_rows", "drafthouse:frontends_attached")
 
 
-def _is_idle(page: dict[str, float], num_frontends: int) -> bool:
+def _is_idle(page: dict[str, float], fleet: Fleet) -> bool:
+    num_engines, num_frontends = len(fleet.engines), len(fleet.frontends)
     return (
-        total(page, "drafthouse:engine_up") == 1
+        total(page, "drafthouse:engine_up") == num_engines
         and all(total(page, name) == 0 for name in (*ENGINE_GAUGES, "drafthouse:paused_rows"))
-        and total(page, "drafthouse:frontends_attached") == num_frontends
+        and total(page, "drafthouse:frontends_attached") == num_frontends * num_engines
     )
 
 

@@ -1,4 +1,4 @@
-"""A fleet started by hand: one engine and frontends that join, freeze, die and leave when a test says so. Nobody restarts them.
+"""A fleet started by hand: an engine or several, and frontends that join, freeze, die and leave when a test says so. Nobody restarts them.
 
 Knows processes, their logs and their memory. Never speaks HTTP; tests/chaos/crowd.py does.
 """
@@ -78,19 +78,29 @@ class Member:
 
 
 class Fleet:
-    """`engines` and `frontends` are those that were not ended on purpose. Made by `fleet_in`."""
+    """`frontends` are those that were not ended on purpose. Made by `fleet_in`."""
 
-    def __init__(self, directory: Path, engine_options: tuple[str, ...]) -> None:
+    def __init__(self, directory: Path, engine_options: tuple[str, ...], num_engines: int) -> None:
         self.directory = directory
-        self.address = f"ipc://{directory}/engine.sock"
+        self.addresses = [f"ipc://{directory}/engine-{index}.sock" for index in range(num_engines)]
         self.engine_options = engine_options
         self.frontends: list[Member] = []
         self.everybody: list[Member] = []
-        self.engine = self.start_engine()
+        self.engines = [self._start_engine(index) for index in range(num_engines)]
 
-    def start_engine(self) -> Member:
-        self.engine = self._start("engine", "--listen", self.address, *self.engine_options)
-        return self.engine
+    @property
+    def engine(self) -> Member:
+        """The first, or the only one."""
+        return self.engines[0]
+
+    @property
+    def address(self) -> str:
+        """Of all engines."""
+        return ",".join(self.addresses)
+
+    def _start_engine(self, index: int) -> Member:
+        listen = ("--listen", self.addresses[index], "--engine-id", str(index))
+        return self._start("engine", *listen, *self.engine_options)
 
     def start_frontend(self, address: str | None = None) -> Member:
         """Start one and return at once; see `wait_attached`."""
@@ -110,7 +120,7 @@ class Fleet:
             assert member.is_alive, member.log()[-2000:]
             found = _LISTENING.search(member.log())
             member.url = found[1] if found else ""
-            return bool(found) and " attached engine=" in member.log()
+            return bool(found) and member.log().count(" attached engine=") >= len(self.engines)
 
         wait_until(attached, START_TIMEOUT_S, lambda: member.log()[-2000:])
 
@@ -119,9 +129,9 @@ class Fleet:
         member.kill()
         self.frontends.remove(member)
 
-    def restart_engine(self) -> None:
-        self.engine.kill()
-        self.start_engine()
+    def restart_engine(self, index: int = 0) -> None:
+        self.engines[index].kill()
+        self.engines[index] = self._start_engine(index)
 
     def able(self) -> list[Member]:
         """Frontends that can answer now."""
@@ -155,10 +165,10 @@ class Fleet:
 
 
 @contextmanager
-def fleet_in(num_frontends: int, *engine_options: str) -> Iterator[Fleet]:
-    """One engine and frontends that are attached; whatever happens, no process is left behind the block."""
+def fleet_in(num_frontends: int, *engine_options: str, num_engines: int = 1) -> Iterator[Fleet]:
+    """Engines and frontends that are attached; whatever happens, no process is left behind the block."""
     with tempfile.TemporaryDirectory(prefix="drafthouse-chaos-") as directory:
-        fleet = Fleet(Path(directory), (*SIM, *engine_options))
+        fleet = Fleet(Path(directory), (*SIM, *engine_options), num_engines)
         try:
             fleet.join(num_frontends)
             yield fleet

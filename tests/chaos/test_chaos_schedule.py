@@ -86,3 +86,27 @@ def test_500_clients_of_whom_half_disconnect_leave_nothing_behind():
         assert "Traceback" not in "".join(member.log() for member in fleet.everybody)
         scraped = scrape(fleet.frontends[0].url)
         assert total(scraped, "drafthouse:fence_timeouts_total") == 0
+
+
+def test_one_of_two_engines_may_die_under_load_and_come_back():
+    """What had not begun goes on at the other engine, what had begun is told; and then both count to the token."""
+    print(f"seed {SEED}")
+    with fleet_in(2, num_engines=2) as fleet:
+        warm_up(fleet)
+        with crowd(fleet, scripts(random.Random(SEED), leaving=0.2), 16) as asking:
+            wait_until(lambda: len(asking.results) > 50, 20, "requests are answered")
+            Schedule(fleet, SEED).kill_engine()
+            results = asking.finish()
+        kinds = assert_everybody_was_told(fleet, results)
+        print(dict(kinds))
+        assert kinds["complete"] > 50
+        assert kinds["refused"] == 0, "the other engine took what was asked meanwhile"
+        before = quiet_pages(fleet)[0]
+        with crowd(fleet, scripts(random.Random(SEED + 2)), 16, count=100) as again:
+            assert {one.kind for one in again.join()} == {"complete"}
+        after = quiet_pages(fleet)[0]
+        assert_laws(before, after, again.results)
+        prompts = [
+            series for series, value in after.items() if series.startswith("vllm:prompt_tokens_total") and value > 0
+        ]
+        assert len(prompts) == 2, "both engines worked"
