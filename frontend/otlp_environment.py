@@ -1,36 +1,44 @@
-"""OpenTelemetry's standard environment variables for traces, read into settings or refused by name.
+"""OpenTelemetry's standard environment variables, of traces and of metrics, read into settings or refused by name.
 
-Owns names, defaults and syntax. Reads the mapping it is given, never the process's environment, and opens files only to see
-that they can be. What cannot be honoured is a ValueError whose sentence names the variable; headers and addresses hold
-keys, so it never shows one of those. Used by `frontend.tracing`. Source: OpenTelemetry specification 1.x, "Environment Variable
-Specification" and "OTLP Exporter Configuration"; where it leaves a choice, Python's SDK 1.45 decides.
+Owns names, defaults and syntax of what the two have in common, and of the spans' own. Reads the mapping it is given, never
+the process's environment, and opens files only to see that they can be. What cannot be honoured is a ValueError whose
+sentence names the variable; headers and addresses hold keys, so it never shows one of those. Used by `frontend.tracing`,
+`frontend.otlp_metrics_settings` and `frontend.telemetry_resources`. Source: OpenTelemetry specification 1.x, "Environment
+Variable Specification" and "OTLP Exporter Configuration"; where it leaves a choice, Python's SDK 1.45 decides.
 """
 
+import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from frontend.otlp_transport import Collector, Compression, OtlpProtocol
 from frontend.span_encoding import SpanLimits
 from frontend.span_export import DEFAULT_BATCH_SIZE, DEFAULT_CAPACITY, DEFAULT_DELAY_S, QueueSettings
 
-TRACES_PATH = "/v1/traces"
 HTTP_PORT = 4318
-DEFAULT_ADDRESS = {OtlpProtocol.GRPC: "http://localhost:4317", OtlpProtocol.HTTP: "http://localhost:4318/v1/traces"}
+DEFAULT_BASE = {OtlpProtocol.GRPC: "http://localhost:4317", OtlpProtocol.HTTP: "http://localhost:4318"}
 DEFAULT_TIMEOUT_S = 10.0
 LONGEST_TIMEOUT_S = 600.0  # more is a number of milliseconds, which other languages' SDKs read here
+LONGEST_MS = 3_600_000
 DEFAULT_EXPORT_TIMEOUT_MS = 30_000
 SMALLEST_QUEUE = 64  # a tenth is kept for stages, and a round has up to three spans
+GENERAL_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _UNSUPPORTED = (
     "OTEL_CONFIG_FILE",
     "OTEL_EXPERIMENTAL_CONFIG_FILE",
     "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS",
     "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
     "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER",
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_METRICS_CREDENTIAL_PROVIDER",
     "OTEL_PYTHON_EXPORTER_OTLP_GRPC_CREDENTIAL_PROVIDER",
     "OTEL_PYTHON_EXPORTER_OTLP_GRPC_TRACES_CREDENTIAL_PROVIDER",
+    "OTEL_PYTHON_EXPORTER_OTLP_GRPC_METRICS_CREDENTIAL_PROVIDER",
+    "OTEL_PYTHON_EXPORTER_OTLP_GRPC_RETRYABLE_ERROR_CODES",
 )
 _OURS = frozenset({"content-type", "content-encoding", "content-length", "transfer-encoding", "host", "user-agent"})
 _HEADER_NAME = re.compile(r"[a-z0-9_.!#$%&'*+^`|~-]+")
@@ -38,46 +46,70 @@ _GRPC_HEADER_NAME = re.compile(r"[a-z0-9_.-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 
 Environment = Mapping[str, str]
+Choice = TypeVar("Choice", bound=StrEnum)
+
+logger = logging.getLogger(__name__)
+
+
+class Signal(StrEnum):
+    """What is exported; its name is in its option, its path and its variables."""
+
+    TRACES = "traces"
+    METRICS = "metrics"
+
+    @property
+    def option(self) -> str:
+        return f"--otlp-{self}-endpoint"
+
+    @property
+    def path(self) -> str:
+        return f"/v1/{self}"
+
+    def variable(self, part: str) -> str:
+        return f"OTEL_EXPORTER_OTLP_{self.upper()}_{part}"
+
+
+class _Exporter(StrEnum):
+    OTLP = "otlp"
+    NONE = "none"
 
 
 def asks_for_traces(option: str | None, environment: Environment) -> bool:
     """Whether spans are to be exported: an endpoint is set or OTEL_TRACES_EXPORTER=otlp, and nothing switches it off."""
-    exporter = _value(environment, "OTEL_TRACES_EXPORTER").lower()
-    if exporter not in ("", "otlp", "none"):
-        raise ValueError(f"OTEL_TRACES_EXPORTER={exporter!r} is not supported: otlp or none")
-    if _flag(environment, "OTEL_SDK_DISABLED") or exporter == "none":
-        return False
-    names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    return bool(option or exporter == "otlp" or any(_value(environment, name) for name in names))
+    return _asks_for(Signal.TRACES, option, environment, (Signal.TRACES.variable("ENDPOINT"), GENERAL_ENDPOINT))
+
+
+def asks_for_metrics(option: str | None, environment: Environment) -> bool:
+    """The same of metrics, except that the general endpoint does not ask for them: who scrapes would have them twice."""
+    return _asks_for(Signal.METRICS, option, environment, (Signal.METRICS.variable("ENDPOINT"),))
 
 
 def refuse_unsupported(environment: Environment) -> None:
     """Raise ValueError for a standard variable that would change what is exported and that nothing here reads."""
     for name in _UNSUPPORTED:
-        if _value(environment, name):
-            raise ValueError(f"{name} is not supported: drafthouse exports spans without the OpenTelemetry SDK")
+        if value_of(environment, name):
+            raise ValueError(f"{name} is not supported: drafthouse reads OpenTelemetry's variables without its SDK")
 
 
-def collector_from(option: str | None, environment: Environment) -> Collector:
-    """Where spans go. `option` is --otlp-traces-endpoint: read like OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, and before it."""
-    name, address, is_base = _endpoint(option, environment)
+def collector_from(option: str | None, environment: Environment, signal: Signal = Signal.TRACES) -> Collector:
+    """Where a signal goes. `option` is its --otlp-*-endpoint: read like its endpoint variable, and before it."""
+    name, address, is_base = _endpoint(signal, option, environment)
     parts = _split(name, address)
-    protocol = _protocol(environment, parts)
+    protocol = _protocol(signal, environment, parts)
     if not address:
-        address, is_base = DEFAULT_ADDRESS[protocol], False
-        parts = _split(name, address)
+        parts = _split(name, DEFAULT_BASE[protocol])
     if protocol is OtlpProtocol.HTTP:
-        target, is_secure = _http_target(name, parts, is_base=is_base), parts.scheme == "https"
+        target, is_secure = _http_target(name, parts, signal.path if is_base else ""), parts.scheme == "https"
     else:
-        target, is_secure = _grpc_target(name, parts, environment)
-    certificate, client_key, client_certificate = _files(environment, protocol, is_secure=is_secure)
+        target, is_secure = _grpc_target(name, parts, signal, environment)
+    certificate, client_key, client_certificate = _files(signal, environment, protocol, is_secure=is_secure)
     return Collector(
         protocol,
         target,
         is_secure,
-        headers=_headers(environment, protocol),
-        timeout_s=_timeout_s(environment),
-        compression=_compression(environment, protocol),
+        headers=_headers(signal, environment, protocol),
+        timeout_s=_timeout_s(signal, environment),
+        compression=_compression(signal, environment, protocol),
         certificate=certificate,
         client_key=client_key,
         client_certificate=client_certificate,
@@ -90,8 +122,8 @@ def queue_settings_from(environment: Environment, timeout_s: float) -> QueueSett
     batch_size = _whole(environment, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 1, 1 << 24)
     if batch_size is not None and batch_size > capacity:
         raise ValueError(f"OTEL_BSP_MAX_EXPORT_BATCH_SIZE={batch_size} exceeds the queue of {capacity} spans")
-    delay_ms = _whole(environment, "OTEL_BSP_SCHEDULE_DELAY", 1, 3_600_000)
-    export_timeout_ms = _whole(environment, "OTEL_BSP_EXPORT_TIMEOUT", 1, 3_600_000) or DEFAULT_EXPORT_TIMEOUT_MS
+    delay_ms = milliseconds_of(environment, "OTEL_BSP_SCHEDULE_DELAY")
+    export_timeout_ms = milliseconds_of(environment, "OTEL_BSP_EXPORT_TIMEOUT") or DEFAULT_EXPORT_TIMEOUT_MS
     return QueueSettings(
         capacity=capacity,
         batch_size=min(DEFAULT_BATCH_SIZE, capacity) if batch_size is None else batch_size,
@@ -122,12 +154,12 @@ def span_limits_from(environment: Environment) -> SpanLimits:
 def resource_attributes_from(environment: Environment) -> dict[str, str]:
     """OTEL_RESOURCE_ATTRIBUTES, with OTEL_SERVICE_NAME over its service.name."""
     found = {}
-    for entry in filter(None, map(str.strip, _value(environment, "OTEL_RESOURCE_ATTRIBUTES").split(","))):
+    for entry in filter(None, map(str.strip, value_of(environment, "OTEL_RESOURCE_ATTRIBUTES").split(","))):
         name, is_pair, value = entry.partition("=")
         if not is_pair or not name.strip():
             raise ValueError(f"OTEL_RESOURCE_ATTRIBUTES must be name=value,name=value, got {entry!r}")
         found[name.strip()] = unquote(value.strip())
-    if service_name := _value(environment, "OTEL_SERVICE_NAME"):
+    if service_name := value_of(environment, "OTEL_SERVICE_NAME"):
         found["service.name"] = service_name
     return found
 
@@ -135,15 +167,21 @@ def resource_attributes_from(environment: Environment) -> dict[str, str]:
 # ---- the collector ----
 
 
-def _endpoint(option: str | None, environment: Environment) -> tuple[str, str, bool]:
+def _asks_for(signal: Signal, option: str | None, environment: Environment, endpoints: Sequence[str]) -> bool:
+    exporter = choice_of(environment, f"OTEL_{signal.upper()}_EXPORTER", list(_Exporter))
+    if flag_of(environment, "OTEL_SDK_DISABLED") or exporter is _Exporter.NONE:
+        if option:
+            logger.warning("%s are off: the environment says so, %s has no effect", signal.value, signal.option)
+        return False
+    return bool(option or exporter is _Exporter.OTLP or any(value_of(environment, name) for name in endpoints))
+
+
+def _endpoint(signal: Signal, option: str | None, environment: Environment) -> tuple[str, str, bool]:
     """The name it has, the address ("" for the default), and whether it is a base to which a signal's path is added."""
     if option:
-        return "--otlp-traces-endpoint", option.strip(), False
-    name = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-    if address := _value(environment, name):
-        return name, address, False
-    name = "OTEL_EXPORTER_OTLP_ENDPOINT"
-    return name, _value(environment, name), True
+        return signal.option, option.strip(), False
+    name, address = _otlp(signal, environment, "ENDPOINT")
+    return name, address, name == GENERAL_ENDPOINT
 
 
 def _split(name: str, address: str) -> SplitResult:
@@ -158,37 +196,34 @@ def _split(name: str, address: str) -> SplitResult:
     return parts
 
 
-def _protocol(environment: Environment, parts: SplitResult) -> OtlpProtocol:
+def _protocol(signal: Signal, environment: Environment, parts: SplitResult) -> OtlpProtocol:
     """What is asked for; else what the address is known for; else gRPC, which is the default of Python's SDK."""
-    name, value = _otlp(environment, "PROTOCOL")
-    if not value:
-        is_http = parts.port == HTTP_PORT or parts.path.endswith(TRACES_PATH)
-        return OtlpProtocol.HTTP if is_http else OtlpProtocol.GRPC
-    try:
-        return OtlpProtocol(value)
-    except ValueError:
-        raise ValueError(f"{name}={value!r} is not supported: grpc or http/protobuf") from None
+    name, _ = _otlp(signal, environment, "PROTOCOL")
+    is_http = parts.port == HTTP_PORT or parts.path.rstrip("/").endswith(signal.path)
+    likely = OtlpProtocol.HTTP if is_http else OtlpProtocol.GRPC
+    return choice_of(environment, name, list(OtlpProtocol)) or likely
 
 
-def _http_target(name: str, parts: SplitResult, *, is_base: bool) -> str:
+def _http_target(name: str, parts: SplitResult, path: str) -> str:
     if not parts.scheme:
         raise ValueError(f"{name} must begin with http:// or https:// for http/protobuf")
-    return parts.geturl().removesuffix("/") + TRACES_PATH if is_base else parts.geturl()
+    return parts.geturl().removesuffix("/") + path if path else parts.geturl()
 
 
-def _grpc_target(name: str, parts: SplitResult, environment: Environment) -> tuple[str, bool]:
+def _grpc_target(name: str, parts: SplitResult, signal: Signal, environment: Environment) -> tuple[str, bool]:
     """host:port, and whether over TLS: the scheme says so, and without one OTEL_EXPORTER_OTLP_INSECURE."""
     if parts.path.strip("/") or parts.query or parts.fragment:
         raise ValueError(f"{name} has a path, which gRPC does not: set OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf")
     if "@" in parts.netloc:
         raise ValueError(f"{name} has a user or password, which gRPC does not: use OTEL_EXPORTER_OTLP_HEADERS")
-    insecure_name, _ = _otlp(environment, "INSECURE")
-    is_insecure = _flag(environment, insecure_name)
+    insecure_name, _ = _otlp(signal, environment, "INSECURE")
+    is_insecure = flag_of(environment, insecure_name)
     return parts.netloc, parts.scheme == "https" if parts.scheme else not is_insecure
 
 
-def _headers(environment: Environment, protocol: OtlpProtocol) -> tuple[tuple[str, str], ...]:
-    name, value = _otlp(environment, "HEADERS")
+def _headers(signal: Signal, environment: Environment, protocol: OtlpProtocol) -> tuple[tuple[str, str], ...]:
+    """`name=value,name=value`, URL-encoded (W3C baggage)."""
+    name, value = _otlp(signal, environment, "HEADERS")
     found = {}
     allowed = _GRPC_HEADER_NAME if protocol is OtlpProtocol.GRPC else _HEADER_NAME
     for number, entry in enumerate(value.split(","), 1):
@@ -204,9 +239,9 @@ def _headers(environment: Environment, protocol: OtlpProtocol) -> tuple[tuple[st
     return tuple(found.items())
 
 
-def _timeout_s(environment: Environment) -> float:
+def _timeout_s(signal: Signal, environment: Environment) -> float:
     """In seconds, as Python's SDK reads it."""
-    name, value = _otlp(environment, "TIMEOUT")
+    name, value = _otlp(signal, environment, "TIMEOUT")
     if not value:
         return DEFAULT_TIMEOUT_S
     try:
@@ -218,22 +253,19 @@ def _timeout_s(environment: Environment) -> float:
     return timeout_s
 
 
-def _compression(environment: Environment, protocol: OtlpProtocol) -> Compression:
-    name, value = _otlp(environment, "COMPRESSION")
+def _compression(signal: Signal, environment: Environment, protocol: OtlpProtocol) -> Compression:
+    name, _ = _otlp(signal, environment, "COMPRESSION")
     allowed = [each for each in Compression if protocol is OtlpProtocol.HTTP or each is not Compression.DEFLATE]
-    for each in allowed:
-        if value.lower() == each or (not value and each is Compression.NONE):
-            return each
-    raise ValueError(f"{name}={value!r} is not supported for {protocol.value}: {', '.join(allowed)}")
+    return choice_of(environment, name, allowed, f" for {protocol.value}") or Compression.NONE
 
 
 def _files(
-    environment: Environment, protocol: OtlpProtocol, *, is_secure: bool
+    signal: Signal, environment: Environment, protocol: OtlpProtocol, *, is_secure: bool
 ) -> tuple[str | None, str | None, str | None]:
     """The PEM files of TLS: CA, client's key, client's certificate. One that cannot be read would fail every export."""
     found: list[str | None] = []
     for part in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE"):
-        name, path = _otlp(environment, part)
+        name, path = _otlp(signal, environment, part)
         if path and is_secure:
             try:
                 Path(path).read_bytes()
@@ -248,33 +280,48 @@ def _files(
     return certificate, client_key, client_certificate
 
 
-# ---- values ----
-
-
-def _otlp(environment: Environment, part: str) -> tuple[str, str]:
-    """The name and value of the traces form of an exporter variable, or of its general form when that is not set."""
-    name = f"OTEL_EXPORTER_OTLP_TRACES_{part}"
-    value = _value(environment, name)
+def _otlp(signal: Signal, environment: Environment, part: str) -> tuple[str, str]:
+    """The name and value of a signal's own form of an exporter variable, or of its general form when that is not set."""
+    name = signal.variable(part)
+    value = value_of(environment, name)
     if value:
         return name, value
     name = f"OTEL_EXPORTER_OTLP_{part}"
-    return name, _value(environment, name)
+    return name, value_of(environment, name)
 
 
-def _value(environment: Environment, name: str) -> str:
+# ---- values ----
+
+
+def value_of(environment: Environment, name: str) -> str:
     """An empty variable is an unset one, says the specification."""
     return environment.get(name, "").strip()
 
 
-def _flag(environment: Environment, name: str) -> bool:
-    value = _value(environment, name).lower()
+def flag_of(environment: Environment, name: str) -> bool:
+    value = value_of(environment, name).lower()
     if value not in ("", "true", "false"):
         raise ValueError(f"{name}={value!r} must be true or false")
     return value == "true"
 
 
+def choice_of(environment: Environment, name: str, allowed: Sequence[Choice], where: str = "") -> Choice | None:
+    """What a variable names, in any case; None when it is not set. Raises ValueError saying what is `allowed`."""
+    value = value_of(environment, name)
+    for member in allowed:
+        if member.value == value.lower():
+            return member
+    if value:
+        raise ValueError(f"{name}={value!r} is not supported{where}: {' or '.join(allowed)}")
+    return None
+
+
+def milliseconds_of(environment: Environment, name: str) -> int | None:
+    return _whole(environment, name, 1, LONGEST_MS)
+
+
 def _whole(environment: Environment, name: str, least: int, most: int = 1 << 31) -> int | None:
-    value = _value(environment, name)
+    value = value_of(environment, name)
     if not value:
         return None
     if not value.isascii() or not value.isdecimal() or not least <= int(value) <= most:

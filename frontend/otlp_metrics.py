@@ -1,8 +1,8 @@
 """Metrics by OTLP: the conventions' server histograms of this frontend, and the sums of the engines it reports.
 
 Owns the SDK's instruments, the thread that exports them, and what a failing collector looks like from outside: a count and two log
-lines. Never touches a request: recording takes no I/O, exporting has a thread of its own. Built by `frontend.__main__` when asked for
-(docs/metrics.md), called by `frontend.metrics`. The SDK is loaded then, and only then.
+lines. Never touches a request: recording takes no I/O, exporting has a thread of its own. Built and started by `frontend.telemetry`
+when asked for (docs/metrics.md), called by `frontend.metrics`. The SDK is loaded then, and only then.
 
 The thread is ours, because the SDK's periodic reader exports nothing while this frontend measured nothing, and the engines' sums must
 go out all the same.
@@ -11,19 +11,18 @@ go out all the same.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from frontend.config import FrontendConfig
 from frontend.deltas import ObservedEngine
 from frontend.engine_sums import EngineReport, EngineReporters, Point
 from frontend.observations import TraceIds
-from frontend.otlp_metrics_settings import ExemplarFilter, MetricsSettings, metrics_settings
+from frontend.otlp_metrics_settings import ExemplarFilter, MetricsSettings
 from frontend.otlp_transport import Compression, OtlpProtocol
 from frontend.spans import Attributes
+from frontend.telemetry_resources import TelemetryResources, version
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -49,46 +48,23 @@ FIRST_TOKEN_BUCKETS: Final = (
 PER_TOKEN_BUCKETS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 
 Engines = Callable[[], Sequence[ObservedEngine]]  # those that are known; called by any thread
-EngineAttributes = Callable[[str, int], Attributes]  # of one engine's epoch: the resource of its spans
 
 logger = logging.getLogger(__name__)
 
 
-def start_otlp_metrics(
-    config: FrontendConfig,
-    environment: Mapping[str, str],
-    resource_attributes: Attributes,
-    engines: Engines,
-    engine_attributes: EngineAttributes | None = None,
-) -> "OtlpMetrics | None":
-    """Begin to export, or None when nobody asked for it. Raises ValueError with a sentence that names the variable.
-
-    `engine_attributes`: the resource of an engine's sums; the bare name and instance id by default.
-    """
-    settings = metrics_settings(config, environment)
-    if settings is None:
-        return None
-    started = OtlpMetrics(settings, resource_attributes, engines, engine_attributes or _engine_attributes)
-    logger.info("otlp metrics endpoint=%s interval_s=%g", settings.collector.shown, settings.interval_s)
-    return started
-
-
 class OtlpMetrics:
-    """Records on the event loop's thread, exports on its own (`frontend.observations.OtlpObserver`)."""
+    """Records on the event loop's thread, exports on its own (`frontend.observations.OtlpObserver`).
 
-    def __init__(
-        self,
-        settings: MetricsSettings,
-        resource_attributes: Attributes,
-        engines: Engines,
-        engine_attributes: EngineAttributes,
-    ) -> None:
+    Nothing runs before `start`. Raises OSError for PEM files that cannot be read.
+    """
+
+    def __init__(self, settings: MetricsSettings, resources: TelemetryResources, engines: Engines) -> None:
         self._engines = engines
         self._server = settings.server_attributes
         self._attributes: dict[tuple[str, str | None, str], dict[str, str | int]] = {}
         self._reader = _reader(settings)
-        provider = _provider(settings, self._reader, resource_attributes)
-        meter = provider.get_meter(SCOPE, _version())
+        provider = _provider(settings, self._reader, resources.frontend)
+        meter = provider.get_meter(SCOPE, version())
         histogram = meter.create_histogram
         self._duration = histogram(
             "gen_ai.server.request.duration", "s", "Time of a request, from its arrival to the end of its answer.",
@@ -104,7 +80,7 @@ class OtlpMetrics:
         )  # fmt: skip
         self._no_context, self._traced_context = _contexts()
         self._reporters = EngineReporters(engines, settings.is_delta)
-        self._export = _Export(settings, self._reader, self._reporters, engine_attributes)
+        self._export = _Export(settings, self._reader, self._reporters, resources)
 
     @property
     def failures(self) -> int:
@@ -119,6 +95,9 @@ class OtlpMetrics:
 
     def time_per_output_token(self, operation: str, seconds: float, trace: TraceIds | None) -> None:
         self._per_token.record(seconds, self._of(operation, None), self._context(trace))
+
+    def start(self) -> None:
+        self._export.start()
 
     def close(self, timeout_s: float) -> None:
         """Export once more and end, within `timeout_s`; a collector that hangs is left behind. Blocks. Idempotent."""
@@ -149,20 +128,25 @@ class _Export:
         settings: MetricsSettings,
         reader: "InMemoryMetricReader",
         reporters: EngineReporters,
-        engine_attributes: EngineAttributes,
+        resources: TelemetryResources,
     ) -> None:
         self.failures = 0
         self._settings = settings
         self._reader = reader
         self._reporters = reporters
-        self._engine_attributes = engine_attributes
+        self._resources = resources
         self._sdk_log = _SdkLog()
         self._exporter = _exporter(settings)
         self._is_failing = False
         self._is_given_up = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="otlp metrics", daemon=True)
+
+    def start(self) -> None:
+        self._sdk_log.take_over()
         self._thread.start()
+        endpoint, interval_s = self._settings.collector.shown, self._settings.interval_s
+        logger.info("otlp metrics endpoint=%s interval_s=%g", endpoint, interval_s)
 
     def close(self, timeout_s: float) -> None:
         if self._closing.is_set():
@@ -206,7 +190,7 @@ class _Export:
         temporality = _temporality(self._settings)
         found = list(measured.resource_metrics) if measured is not None else []
         for report in self._reporters.collect():
-            attributes = self._engine_attributes(report.hello.engine_id, report.hello.epoch)
+            attributes = self._resources.engine(report.hello.engine_id, report.hello.epoch)
             found.append(_engine_metrics(report, attributes, temporality))
         if not found:
             return None
@@ -230,6 +214,8 @@ class _SdkLog(logging.Handler):
         super().__init__()
         self.reason = self.NO_TIME
         self._logger = logging.getLogger(self.LOGGER)
+
+    def take_over(self) -> None:
         self._logger.addHandler(self)
         self._logger.propagate = False
 
@@ -361,20 +347,9 @@ def _engine_metrics(
         Metric(kind.name, kind.help, kind.unit, Sum([point(given) for given in points], temporality, is_monotonic=True))
         for kind, points in report.sums
     ]
-    scope = ScopeMetrics(InstrumentationScope(SCOPE, _version()), sums, schema_url="")
+    scope = ScopeMetrics(InstrumentationScope(SCOPE, version()), sums, schema_url="")
     return ResourceMetrics(Resource(dict(attributes)), [scope], schema_url="")
-
-
-def _engine_attributes(engine_id: str, epoch: int) -> Attributes:
-    return (("service.name", "drafthouse-engine"), ("service.instance.id", f"{engine_id}/{epoch}"))
 
 
 def _contents(path: str | None) -> bytes | None:
     return None if path is None else Path(path).read_bytes()
-
-
-def _version() -> str:
-    try:
-        return metadata.version("drafthouse")
-    except metadata.PackageNotFoundError:
-        return "0.0.0+source"

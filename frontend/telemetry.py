@@ -1,6 +1,6 @@
 """The telemetry that a frontend was asked for, put together: who is traced, where spans and metrics go, and the end of it.
 
-Owns construction and closing order. Never measures anything. Built once by `frontend.__main__`; without a request for
+Owns the order: everything is checked and built before anything runs. Never measures anything. Built once by `frontend.__main__`; without a request for
 tracing or OTLP metrics nothing of OpenTelemetry is loaded.
 """
 
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from frontend.config import FrontendConfig
 from frontend.metrics import FrontendMetrics
-from frontend.otlp_metrics import Engines, OtlpMetrics, start_otlp_metrics
+from frontend.otlp_metrics import Engines, OtlpMetrics
+from frontend.otlp_metrics_settings import metrics_settings
 from frontend.spans import Surroundings, TraceLevel
+from frontend.telemetry_resources import resources_from
 from frontend.trace_context import RateLimit, follows_callers, sampler_from
 from frontend.tracer import Tracer
-from frontend.tracing import Tracing, resource_of, settings_from, start_tracing
+from frontend.tracing import Tracing, settings_from
 
 CLOSE_S = 5.0
 
@@ -58,26 +60,28 @@ def start_telemetry(
     """Begin what `config` and `environment` ask for.
 
     `engines`: whose totals are exported, where this frontend is their reporter. Raises ValueError naming the option or
-    variable that cannot be honoured, OSError for key files that cannot be read.
+    variable that cannot be honoured, OSError for key files that cannot be read; then no thread and no connection was begun.
     """
-    settings = settings_from(config, environment)
-    tracing = None if settings is None else start_tracing(settings)
-    attributes = tracing.frontend_resource.attributes if tracing is not None else resource_of(environment)
+    traces, measurements = settings_from(config, environment), metrics_settings(config, environment)
+    if traces is None and measurements is None:
+        return Telemetry(None, None, None)
+    resources = resources_from(environment)
+    tracing = None if traces is None else Tracing(traces, resources)
     tracer = None if tracing is None else _tracer(config, environment, metrics, tracing)
-    engine_attributes = (
-        None if tracing is None else lambda engine, epoch: tracing.engine_resource(engine, epoch).attributes
-    )
-    otlp = start_otlp_metrics(config, environment, attributes, engines, engine_attributes)
+    otlp = None if measurements is None else OtlpMetrics(measurements, resources, engines)
+    if tracing is not None:
+        metrics.trace_on()
+        metrics.watch_spans(lambda: _labelled(tracing))
+        tracing.start()
     if otlp is not None:
         metrics.watch_otlp(otlp)
+        otlp.start()
     return Telemetry(tracer, tracing, otlp)
 
 
 def _tracer(
     config: FrontendConfig, environment: Mapping[str, str], metrics: FrontendMetrics, tracing: Tracing
 ) -> Tracer:
-    metrics.trace_on()
-    metrics.watch_spans(lambda: _labelled(tracing))
     return Tracer(
         around=Surroundings(tracing.sink, tracing.frontend_resource, tracing.engine_resource),
         sampler=sampler_from(environment),

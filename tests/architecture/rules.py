@@ -82,6 +82,7 @@ FRONTEND_LAYERS = {
     "frontend.otlp_delivery": 1.72,
     "frontend.span_export": 1.75,
     "frontend.otlp_environment": 1.76,
+    "frontend.telemetry_resources": 1.77,
     "frontend.log_format": 1.75,
     # who may ask for what, and how much
     "frontend.key_files": 1.7,

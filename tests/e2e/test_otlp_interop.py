@@ -29,7 +29,8 @@ from frontend.spans import (
     Trace,
     TraceLevel,
 )
-from frontend.tracing import Tracing, settings_from, start_tracing
+from frontend.telemetry_resources import resources_from
+from frontend.tracing import Tracing, settings_from
 from protocol.messages import PhaseTimes, Round
 from tests.frontend.otlp_receivers import Receiver, http_receiver
 
@@ -110,7 +111,9 @@ def _listens(process: "subprocess.Popen[bytes]", port: int) -> bool:
 def exporting(endpoint: str, **environment: str) -> Tracing:
     settings = settings_from(FrontendConfig(otlp_traces_endpoint=endpoint), environment)
     assert settings is not None
-    return start_tracing(settings)
+    tracing = Tracing(settings, resources_from(environment))
+    tracing.start()
+    return tracing
 
 
 def put_one_request(tracing: Tracing) -> int:

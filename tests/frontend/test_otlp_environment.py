@@ -1,4 +1,4 @@
-"""The standard environment variables: as the SDK's exporters read them, and refused by name where we cannot."""
+"""The standard environment variables, of traces and of metrics: as the SDK's exporters read them, and refused by name where we cannot."""
 
 import logging
 import os
@@ -8,14 +8,19 @@ from pathlib import Path
 
 import grpc
 import pytest
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcMetricExporter
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcSpanExporter
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as HttpMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpSpanExporter
 
 from frontend.config import FrontendConfig
+from frontend.otlp_environment import Signal, collector_from
+from frontend.otlp_metrics_settings import metrics_settings
 from frontend.otlp_transport import Collector, Compression, OtlpProtocol
 from frontend.span_encoding import SpanLimits
 from frontend.span_export import QueueSettings
-from frontend.tracing import Tracing, TracingSettings, settings_from, start_tracing
+from frontend.telemetry_resources import resources_from
+from frontend.tracing import Tracing, TracingSettings, settings_from
 from tests.frontend.otlp_receivers import refusing_port
 
 GENERAL = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -23,6 +28,7 @@ TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 HTTP = {PROTOCOL: "http/protobuf"}
 GRPC = {PROTOCOL: "grpc"}
+BOTH_SIGNALS = pytest.mark.parametrize("signal", list(Signal))
 
 
 def settings(environment: dict[str, str], **options: object) -> TracingSettings | None:
@@ -37,6 +43,11 @@ def on(environment: dict[str, str], **options: object) -> TracingSettings:
 
 def collector(environment: dict[str, str], **options: object) -> Collector:
     return on(environment, **options).collector
+
+
+def of_signal(environment: dict[str, str], signal: Signal) -> dict[str, str]:
+    """Variables of traces as those of another signal."""
+    return {name.replace("_TRACES_", f"_{signal.upper()}_"): value for name, value in environment.items()}
 
 
 # ---- on or off ----
@@ -64,10 +75,20 @@ def test_the_option_is_enough_and_wins_over_the_environment():
     assert collector(environment, otlp_traces_endpoint="http://o:1").address == "o:1"
 
 
-def test_an_option_that_the_environment_switches_off_is_said_aloud(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("switch", [{"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}], ids=str)
+def test_an_option_that_the_environment_switches_off_is_said_aloud(
+    switch: dict[str, str], caplog: pytest.LogCaptureFixture
+):
     caplog.set_level(logging.WARNING)
-    assert settings({"OTEL_SDK_DISABLED": "true"}, otlp_traces_endpoint="http://o:1") is None
-    assert "otlp_traces_endpoint has no effect" in caplog.text
+    assert settings(switch, otlp_traces_endpoint="http://o:1") is None
+    config = FrontendConfig(otlp_metrics_endpoint="http://o:1")
+    assert metrics_settings(config, of_signal(switch, Signal.METRICS)) is None
+    assert [record.message for record in caplog.records] == [
+        "traces are off: the environment says so, --otlp-traces-endpoint has no effect",
+        "metrics are off: the environment says so, --otlp-metrics-endpoint has no effect",
+    ]
+    caplog.clear()
+    assert settings(switch) is None and not caplog.records
 
 
 def test_nothing_of_opentelemetry_is_loaded_while_tracing_is_off():
@@ -128,12 +149,14 @@ def process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@BOTH_SIGNALS
 @pytest.mark.parametrize("environment", BOTH + HTTP_ONLY, ids=str)
-def test_http_settings_are_the_sdks(environment: dict[str, str], process: pytest.MonkeyPatch):
+def test_http_settings_are_the_sdks(environment: dict[str, str], signal: Signal, process: pytest.MonkeyPatch):
+    environment = of_signal(environment, signal)
     for name, value in environment.items():
         process.setenv(name, value)
-    sdk = HttpExporter()
-    ours = collector(environment | HTTP)
+    sdk = HttpSpanExporter() if signal is Signal.TRACES else HttpMetricExporter()
+    ours = collector_from(None, environment | HTTP, signal)
     client = sdk._client
     assert ours.protocol is OtlpProtocol.HTTP
     assert ours.address == sdk._endpoint
@@ -145,12 +168,14 @@ def test_http_settings_are_the_sdks(environment: dict[str, str], process: pytest
     sdk.shutdown()
 
 
+@BOTH_SIGNALS
 @pytest.mark.parametrize("environment", BOTH + GRPC_ONLY, ids=str)
-def test_grpc_settings_are_the_sdks(environment: dict[str, str], process: pytest.MonkeyPatch):
+def test_grpc_settings_are_the_sdks(environment: dict[str, str], signal: Signal, process: pytest.MonkeyPatch):
+    environment = of_signal(environment, signal)
     for name, value in environment.items():
         process.setenv(name, value)
-    sdk = GrpcExporter()
-    ours = collector(environment | GRPC)
+    sdk = GrpcSpanExporter() if signal is Signal.TRACES else GrpcMetricExporter()
+    ours = collector_from(None, environment | GRPC, signal)
     assert ours.protocol is OtlpProtocol.GRPC
     assert ours.address == sdk._endpoint
     assert ours.is_secure == (not sdk._insecure)
@@ -213,8 +238,18 @@ REFUSED: list[tuple[dict[str, str], str]] = [
     ({GENERAL: "https://c", "OTEL_EXPORTER_OTLP_CERTIFICATE": "/no/file"}, "OTEL_EXPORTER_OTLP_CERTIFICATE"),
     ({"OTEL_EXPORTER_OTLP_CLIENT_KEY": "/k"}, "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE"),
     ({"OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": "/c"} | GRPC, "OTEL_EXPORTER_OTLP_CLIENT_KEY"),
-    ({"OTEL_RESOURCE_ATTRIBUTES": "novalue"}, "OTEL_RESOURCE_ATTRIBUTES"),
-    ({"OTEL_RESOURCE_ATTRIBUTES": "=x"}, "OTEL_RESOURCE_ATTRIBUTES"),
+    ({"OTEL_CONFIG_FILE": "otel.yaml"}, "OTEL_CONFIG_FILE"),
+    ({"OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "os"}, "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS"),
+    (
+        {"OTEL_PYTHON_EXPORTER_OTLP_GRPC_TRACES_CREDENTIAL_PROVIDER": "x"},
+        "OTEL_PYTHON_EXPORTER_OTLP_GRPC_TRACES_CREDENTIAL_PROVIDER",
+    ),
+    (
+        {"OTEL_PYTHON_EXPORTER_OTLP_GRPC_RETRYABLE_ERROR_CODES": "UNAVAILABLE"},
+        "OTEL_PYTHON_EXPORTER_OTLP_GRPC_RETRYABLE_ERROR_CODES",
+    ),
+]
+REFUSED_OF_SPANS: list[tuple[dict[str, str], str]] = [
     ({"OTEL_BSP_MAX_QUEUE_SIZE": "0"}, "OTEL_BSP_MAX_QUEUE_SIZE"),
     ({"OTEL_BSP_MAX_QUEUE_SIZE": "many"}, "OTEL_BSP_MAX_QUEUE_SIZE"),
     ({"OTEL_BSP_MAX_QUEUE_SIZE": "-5"}, "OTEL_BSP_MAX_QUEUE_SIZE"),
@@ -226,16 +261,20 @@ REFUSED: list[tuple[dict[str, str], str]] = [
     ({"OTEL_BSP_EXPORT_TIMEOUT": "1.5"}, "OTEL_BSP_EXPORT_TIMEOUT"),
     ({"OTEL_ATTRIBUTE_COUNT_LIMIT": "x"}, "OTEL_ATTRIBUTE_COUNT_LIMIT"),
     ({"OTEL_SPAN_EVENT_COUNT_LIMIT": "-1"}, "OTEL_SPAN_EVENT_COUNT_LIMIT"),
-    ({"OTEL_CONFIG_FILE": "otel.yaml"}, "OTEL_CONFIG_FILE"),
-    ({"OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "os"}, "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS"),
-    (
-        {"OTEL_PYTHON_EXPORTER_OTLP_GRPC_TRACES_CREDENTIAL_PROVIDER": "x"},
-        "OTEL_PYTHON_EXPORTER_OTLP_GRPC_TRACES_CREDENTIAL_PROVIDER",
-    ),
 ]
 
 
 @pytest.mark.parametrize(("environment", "name"), REFUSED, ids=str)
+def test_metrics_refuse_the_same_in_the_same_words(environment: dict[str, str], name: str):
+    with pytest.raises(ValueError, match=name) as of_traces:
+        settings({GENERAL: "http://c:4317", "OTEL_TRACES_EXPORTER": "otlp"} | environment)
+    ask = {GENERAL: "http://c:4317", "OTEL_METRICS_EXPORTER": "otlp"}
+    with pytest.raises(ValueError) as of_metrics:
+        metrics_settings(FrontendConfig(), ask | of_signal(environment, Signal.METRICS))
+    assert str(of_metrics.value) == str(of_traces.value).replace("_TRACES_", "_METRICS_")
+
+
+@pytest.mark.parametrize(("environment", "name"), REFUSED + REFUSED_OF_SPANS, ids=str)
 def test_what_cannot_be_honoured_is_refused_by_name(environment: dict[str, str], name: str):
     with pytest.raises(ValueError, match=name) as refusal:
         settings({GENERAL: "http://c:4317"} | environment)
@@ -301,12 +340,19 @@ def test_no_credential_is_shown():
     assert "hush" not in repr(found) and "word" not in repr(found)
 
 
-# ---- who the spans are about ----
+# ---- who telemetry is about ----
+
+
+@pytest.mark.parametrize("value", ["novalue", "=x"])
+def test_malformed_attributes_of_the_resource_are_refused_by_name(value: str):
+    with pytest.raises(ValueError, match="OTEL_RESOURCE_ATTRIBUTES must be"):
+        resources_from({"OTEL_RESOURCE_ATTRIBUTES": value})
 
 
 def tracing(**environment: str) -> Tracing:
     with refusing_port() as address:
-        started = start_tracing(on({GENERAL: f"http://{address}"} | environment))
+        started = Tracing(on({GENERAL: f"http://{address}"} | environment), resources_from(environment))
+        started.start()
         started.close(1.0)
         return started
 

@@ -20,8 +20,9 @@ from frontend.otlp_metrics import (
     REQUEST_DURATION_BUCKETS,
     Engines,
     OtlpMetrics,
-    start_otlp_metrics,
 )
+from frontend.otlp_metrics_settings import metrics_settings
+from frontend.telemetry_resources import TelemetryResources
 from protocol.messages import StepOutput
 from tests.frontend.otlp_metric_receivers import MetricReceiver, grpc_receiver, http_receiver, plain
 from tests.wiring import EPOCH, IDLE, hello, step, totals
@@ -52,6 +53,16 @@ def engines(latest: LatestSnapshot, is_reporter: Callable[[], bool] = lambda: Tr
     return lambda: (ObservedEngine("0", latest, is_reporter),)
 
 
+def start(
+    receiver: MetricReceiver, environment: dict[str, str], known: Engines, shared: tuple[tuple[str, str], ...] = ()
+) -> OtlpMetrics:
+    settings = metrics_settings(FrontendConfig(otlp_metrics_endpoint=receiver.url), environment)
+    assert settings is not None
+    started = OtlpMetrics(settings, TelemetryResources(RESOURCE, shared), known)
+    started.start()
+    return started
+
+
 @contextmanager
 def exporting(
     receiver: MetricReceiver,
@@ -61,9 +72,7 @@ def exporting(
 ) -> Iterator[OtlpMetrics]:
     """OTLP metrics to `receiver`, by default once, when the block ends."""
     environment = {"OTEL_METRIC_EXPORT_INTERVAL": NEVER_MS, **variables}
-    config = FrontendConfig(otlp_metrics_endpoint=receiver.url)
-    started = start_otlp_metrics(config, environment, RESOURCE, engines(latest or attached(), is_reporter))
-    assert started is not None
+    started = start(receiver, environment, engines(latest or attached(), is_reporter))
     try:
         yield started
     finally:
@@ -184,16 +193,12 @@ def test_whoever_is_not_the_reporter_exports_nothing_of_the_engine():
         assert len(receiver.requests) == 1, "nothing to say, nothing sent"
 
 
-def test_the_engines_resource_is_the_callers_where_there_is_one():
+def test_the_engines_sums_carry_what_the_environment_says_of_every_service():
     with http_receiver() as receiver:
-        started = start_otlp_metrics(
-            FrontendConfig(otlp_metrics_endpoint=receiver.url), {}, RESOURCE, engines(attached()),
-            lambda engine_id, epoch: (("service.name", ENGINE), ("of", f"{engine_id} {epoch}")),
-        )  # fmt: skip
-        assert started is not None
-        started.close(5.0)
+        start(receiver, {}, engines(attached()), shared=(("team", "b"),)).close(5.0)
         [resource] = receiver.resources(ENGINE)
-    assert plain(resource.resource.attributes) == {"service.name": ENGINE, "of": f"0 {EPOCH}"}
+    identity = {"service.name": ENGINE, "service.instance.id": f"0/{EPOCH}"}
+    assert plain(resource.resource.attributes) == identity | {"team": "b"}
 
 
 @BOTH
@@ -263,10 +268,7 @@ def test_an_error_of_our_own_is_a_failure_too_and_the_thread_goes_on(caplog: pyt
 def test_closing_is_bounded_with_a_collector_that_hangs(receiving):
     with receiving() as receiver:
         receiver.hanging = threading.Event()
-        started = start_otlp_metrics(
-            FrontendConfig(otlp_metrics_endpoint=receiver.url), {}, RESOURCE, engines(attached())
-        )
-        assert started is not None
+        started = start(receiver, {}, engines(attached()))
         before_s = time.monotonic()
         started.first_token("chat", 0.1, None)
         started.close(0.5)

@@ -11,10 +11,9 @@ import aiohttp
 from engine.plan import RowBegin, RowCommit, Span, SpanResult, StepPlan, StepResult
 from frontend.app import Listener, build_app
 from frontend.request_trace import RequestTrace
-from frontend.spans import Sampled, Surroundings, Trace, TraceLevel
+from frontend.spans import Resource, Sampled, Surroundings, Trace, TraceLevel
 from frontend.trace_context import RateLimit, Sampler
 from frontend.tracer import Tracer
-from frontend.tracing import Resource
 from tests.frontend.fakes_client import FakeEngineClient, server_over
 from tests.traced import ListSink
 
