@@ -35,6 +35,7 @@ Schema = dict[str, Any]
 
 _REFERENCE = "#/components/schemas/{name}"
 _STRING: Schema = {"type": "string"}
+_SOME_TEXT: Schema = {"type": "string", "minLength": 1}
 _INTEGER: Schema = {"type": "integer"}
 _NUMBER: Schema = {"type": "number"}
 _PENALTY: Schema = {"minimum": -2, "maximum": 2}
@@ -80,8 +81,8 @@ _APPLIES_TO = {
 _IN_TWO_STEPS: dict[str, Schema] = {
     "prompt": {
         "anyOf": [
-            _STRING,
-            {"type": "array", "items": _STRING, "minItems": 1},
+            _SOME_TEXT,
+            {"type": "array", "items": _SOME_TEXT, "minItems": 1},
             {"type": "array", "items": _INTEGER, "minItems": 1},
             {"type": "array", "items": {"type": "array", "items": _INTEGER, "minItems": 1}, "minItems": 1},
         ]
@@ -99,7 +100,7 @@ _HEADERS: list[Schema] = [
     {
         "name": "X-Request-Timeout",
         "in": "header",
-        "schema": {"type": "string", "pattern": r"^[0-9]{1,5}(\.[0-9]{1,3})?$"},
+        "schema": {"type": "string", "pattern": r"^([1-9][0-9]{0,3}(\.[0-9]{1,3})?|0\.[0-9]{0,2}[1-9])$"},
         "description": "Seconds this request may take, more than 0; decimals are fine.",
     },
     {
