@@ -26,7 +26,7 @@ NUM_ROUNDS = 8
 NUM_REQUESTS, WIDE, WARM_UP = 200, 16, 32
 PACED = {"prompt": "x", "stream": True, "max_tokens": 100, "sim": {"runs": [RUN] * NUM_ROUNDS, "step_ms": 6}}
 SPANS_EACH = 1 + 6 + 2 * NUM_ROUNDS  # SERVER, the stages, spec_draft and spec_verify
-FEWEST_RUNS, MOST_RUNS = (5, 11) if IS_LONG else (2, 8)
+FEWEST_RUNS, MOST_RUNS = (5, 11) if IS_LONG else (3, 8)
 SLOWER = 1.10  # the book's bound
 
 
@@ -92,16 +92,21 @@ class Broken:
         assert "span export fails" in lines[0]
 
 
-def best_within(runs: list[float], live: list[float], factor: float, slack: float = 0.0) -> bool:
-    """Other work on the machine only ever adds time, so of alternating runs the best ones are compared. Medians of five
-    runs each of the same two servers were seen from 6 % below to 9 % above each other on two busy cores."""
-    return min(runs) <= factor * min(live) + slack
+def is_within(runs: list[float], usual: list[float], factor: float, slack: float = 0.0) -> bool:
+    """Whether the best of `runs` keeps the bound: other work on the machine only ever adds time. The long form holds it
+    against the best of the usual runs, and decides 10 %. The ordinary run, beside which anything may run, holds it against
+    their median: it decides 10 % and their own spread.
+
+    Medians of both sides decide less: of five runs each of the same two servers they were seen from 6 % below to 9 %
+    above each other.
+    """
+    return min(runs) <= factor * (min(usual) if IS_LONG else statistics.median(usual)) + slack
 
 
 @pytest.mark.timeout(300)
 def test_trace_3_a_collector_that_is_not_there_or_never_answers_slows_nobody() -> None:
     """Runs alternate between the three servers. As a run of a second meets whatever else the machine does (single runs here
-    differ by up to 70 %), they go on until the best agree within the bound or there were enough to say that they do not."""
+    differ by up to 70 %), they go on until they keep the bound or there were enough to say that they do not."""
     with ExitStack() as stack:
         live = stack.enter_context(traced_server(*SIM, *UNLIMITED))
         hanging = stack.enter_context(http_receiver(answer(hangs=True)))
@@ -139,8 +144,8 @@ def has_settled(live: list[Load], broken: list[Broken]) -> bool:
     if len(live) < FEWEST_RUNS:
         return False
     return all(
-        best_within([run.wall_s for run in one.runs], [run.wall_s for run in live], SLOWER)
-        and best_within([run.gap_s for run in one.runs], [run.gap_s for run in live], SLOWER, slack=0.005)
+        is_within([run.wall_s for run in one.runs], [run.wall_s for run in live], SLOWER)
+        and is_within([run.gap_s for run in one.runs], [run.gap_s for run in live], SLOWER, slack=0.005)
         for one in broken
     )
 
@@ -156,7 +161,7 @@ def test_trace_4_unsampled_requests_run_as_fast_as_with_tracing_off() -> None:
     with traced_server(*SIM) as traced, serve(*SIM) as plain:
         untraced = Client(plain.base_url)
         run_load(traced.client, WARM_UP, "00"), run_load(untraced, WARM_UP, "00")
-        while len(off) < 5 or not best_within(unsampled, off, 1.05):
+        while len(off) < 5 or not is_within(unsampled, off, 1.05):
             assert len(off) < 15, (unsampled, off)
             unsampled.append(run_load(traced.client, flags="00").wall_s)
             off.append(run_load(untraced, flags="00").wall_s)
