@@ -114,6 +114,22 @@ def test_an_engine_whose_rows_stand_still_wakes_up_to_refuse() -> None:
     assert engine.scheduler.next_deadline_ns is None
 
 
+def test_the_engine_sleeps_until_whatever_comes_first_and_not_for_who_runs() -> None:
+    engine = Engine(max_num_seqs=1, queue_timeout_ns=5 * SECOND)
+    engine.submit(1, max_tokens=100)
+    engine.step()
+    assert engine.scheduler.next_deadline_ns is None, "it runs, and nobody waits"
+    engine.submit(2, remaining_ns=SECOND)
+    engine.step()
+    first_ns = engine.scheduler.next_deadline_ns
+    assert first_ns is not None and first_ns - engine.clock.now < SECOND
+    engine.close(2)
+    engine.submit(3, remaining_ns=60 * SECOND)
+    engine.step()
+    first_ns = engine.scheduler.next_deadline_ns
+    assert first_ns is not None and first_ns - engine.clock.now < 5 * SECOND
+
+
 def test_a_deadline_counts_from_the_arrival_whatever_the_engines_clock_shows() -> None:
     """The frontend's clock is another machine's: only what is left of the time is on the wire."""
     for offset_s in (0, 10**9):

@@ -183,7 +183,8 @@ async def test_time_spent_in_the_frontend_is_taken_off(api, monkeypatch):
 
 
 @STREAMED
-async def test_what_is_late_before_it_reached_an_engine_is_refused_and_counted(api, clock, stream):
+async def test_what_is_late_before_it_reached_an_engine_is_refused_and_counted(api, clock, stream, monkeypatch):
+    monkeypatch.setattr(completions, "job_of", lambda *_: pytest.fail("it was tokenised for nothing"))
     clock.now_s = 10.0
     status, answer, _ = await api.post(timeout="10", stream=stream)
     assert status == 504
