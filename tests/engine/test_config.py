@@ -73,7 +73,7 @@ def test_plaintext_beyond_this_machine_is_possible_when_said():
 
 
 def test_serve_takes_every_option_of_both_roles_but_what_it_decides_itself():
-    both = set(table(EngineConfig)) | set(table(FrontendConfig)) | {"frontends"}
+    both = set(table(EngineConfig)) | set(table(FrontendConfig)) | {"frontends", "engines"}
     assert set(serve_options()) == both - {
         "listen", "allow_plaintext_tcp", "engine", "reuse_port", "curve_key_file", "curve_client_keys",
         "curve_server_key_file", "alive_file",
