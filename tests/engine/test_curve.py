@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -13,7 +14,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from engine.door import LOG_INTERVAL_S, Door, is_known
+from engine.door import BATCH, LOG_INTERVAL_S, Door, is_known
 from engine.wire import Wire
 from frontend.engine_client import EngineClient
 from protocol.curve_keys import ClientKeys, ServerKeys
@@ -256,3 +257,30 @@ def test_an_engine_with_keys_closes_as_fast_as_one_without():
     with engine(free_port()):
         pass
     assert time.monotonic() - started_s < 5
+
+
+class Storm:
+    """A socket with no end of input."""
+
+    def __init__(self, *frames: bytes) -> None:
+        self.frames = frames
+        self.taken = self.answered = 0
+
+    def getsockopt(self, option: int) -> int:
+        return int(zmq.POLLIN)
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        self.taken += 1
+        return list(self.frames)
+
+    def send_multipart(self, frames: list[bytes]) -> None:
+        self.answered += 1
+
+
+def test_a_storm_of_handshakes_takes_one_batch_of_a_turn_and_no_more():
+    door = Door(ENGINE_KEYS)
+    failed = struct.pack("=hi", int(zmq.Event.HANDSHAKE_FAILED_AUTH), 400)
+    judge, monitor = Storm(*QUESTION[:6], STRANGER[0]), Storm(failed, b"tcp://127.0.0.1:1")
+    door._judge, door._monitor = judge, monitor  # type: ignore[assignment]
+    assert len(door.attend()) == BATCH
+    assert (judge.taken, judge.answered, monitor.taken) == (BATCH, BATCH, BATCH)
