@@ -94,8 +94,8 @@ class Broken:
 
 def is_within(runs: list[float], usual: list[float], factor: float, slack: float = 0.0) -> bool:
     """Whether the best of `runs` keeps the bound: other work on the machine only ever adds time. The long form holds it
-    against the best of the usual runs, and decides the bound. The ordinary run, beside which anything may run, holds it against
-    their median: it decides the bound and their own spread.
+    against the best of the usual runs, and decides the bound. The ordinary run, beside which anything may run, holds it
+    against their median: it decides the bound and their own spread.
 
     Medians of both sides decide less: of five runs each of the same two servers they were seen from 6 % below to 9 %
     above each other.
