@@ -74,7 +74,8 @@ async def _serve(request: web.Request, kind: type[CompletionRequest] | type[Chat
             raise
         finally:
             if trace is not None:
-                describe_answer(trace, answer)
+                is_id_ours = asked.request_id is None and "X-Request-Id" not in request.headers
+                describe_answer(trace, answer, is_id_ours)
 
 
 async def _decoded(

@@ -4,14 +4,27 @@ Owns the attribute names; never content: no prompt, completion, stop string, hea
 `frontend.completions`, for traced requests only. Source: OpenTelemetry semantic conventions, HTTP spans and GenAI spans.
 """
 
+import re
+
 from aiohttp import web
 
 from frontend.answers import Answer
 from frontend.errors import ApiError
-from frontend.openai import ChatRequest, CompletionRequest, GenerationRequest
+from frontend.openai import UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest
 from frontend.request_trace import RequestTrace
 
 PROVIDER = "drafthouse"
+
+_FIELD = re.compile(r"[.\[]")  # what follows the name of a field in a path to a part of it
+_FIELDS = frozenset(
+    {
+        *ChatRequest.__struct_fields__,
+        *CompletionRequest.__struct_fields__,
+        *UNSUPPORTED,
+        "X-Trace-Level",
+        "X-Request-Timeout",
+    }
+)
 
 _REQUEST_FIELDS = {
     "max_tokens": "gen_ai.request.max_tokens",
@@ -51,8 +64,9 @@ def describe_status(trace: RequestTrace, status: int, error: str | None) -> None
 
 
 def error_type(error: ApiError) -> str:
-    """The kind of a refusal and the field it is about; its sentence may quote the client."""
-    return f"{error.kind}: {error.param}" if error.param is not None else error.kind
+    """The kind of a refusal and the field it is about; its sentence may quote the client, and so may an unknown name."""
+    field = _FIELD.split(error.param)[0] if error.param is not None else ""
+    return f"{error.kind}: {field}" if field in _FIELDS else error.kind
 
 
 def describe_kind(trace: RequestTrace, kind: type[CompletionRequest] | type[ChatRequest], model: str) -> None:
@@ -74,10 +88,11 @@ def describe_request(trace: RequestTrace, asked: GenerationRequest) -> None:
     trace.set("gen_ai.request.model", asked.model)
 
 
-def describe_answer(trace: RequestTrace, answer: Answer) -> None:
-    """What came out, however the request ended."""
+def describe_answer(trace: RequestTrace, answer: Answer, is_id_ours: bool) -> None:
+    """What came out, however the request ended. An id that the client chose is its own text and stays out."""
     generation = answer.generation
-    trace.set("gen_ai.response.id", answer.options.answer_id)
+    if is_id_ours:
+        trace.set("gen_ai.response.id", answer.options.answer_id)
     trace.set("gen_ai.usage.input_tokens", generation.job.num_prompt_tokens)
     trace.set("gen_ai.usage.output_tokens", generation.completion_tokens)
     trace.set("gen_ai.usage.cache_read.input_tokens", generation.cached_tokens)

@@ -131,6 +131,7 @@ def test_nothing_that_a_client_wrote_is_in_a_span_or_a_log_line(traced: TracedSe
         (COMPLETIONS, {"prompt": f"{MARKER} and more", "stop": [MARKER], "user": MARKER, "max_tokens": 8}),
         (CHAT, {"messages": [{"role": "system", "content": MARKER}, {"role": "user", "content": MARKER, "name": MARKER}]}),
         (COMPLETIONS, {"prompt": "x", "model": MARKER}),
+        (COMPLETIONS, {"prompt": "x", "request_id": MARKER, "max_tokens": 2}),
         (COMPLETIONS, {"prompt": "x", "temperature": MARKER}),
         (COMPLETIONS, {"prompt": "x", MARKER: 1, "metadata": {MARKER: MARKER}, "max_tokens": 2}),
         (COMPLETIONS, {"prompt": "x", "logit_bias": {MARKER: 1}}),
@@ -149,6 +150,7 @@ def test_nothing_that_a_client_wrote_is_in_a_span_or_a_log_line(traced: TracedSe
         "Referer": f"http://{MARKER}/",
         "baggage": f"a={MARKER}",
         "X-Trace-Level": MARKER,
+        "X-Request-Id": MARKER,
     }
     seen = set()
     for path, body in told:
@@ -159,6 +161,8 @@ def test_nothing_that_a_client_wrote_is_in_a_span_or_a_log_line(traced: TracedSe
                 response = traced.client.post(f"{path}?key={MARKER}", asked, headers=sent)
                 seen.add(response.status_code)
     broken = traced.client.post_raw(COMPLETIONS, MARKER.encode(), headers={**headers, **Parent().headers})
+    twice = f'{{"prompt":"x","{MARKER}":1,"{MARKER}":2}}'.encode()
+    assert traced.client.post_raw(COMPLETIONS, twice, headers=Parent().headers).status_code == 400
     parent = ask(traced, body_of(COMPLETIONS, True, sim={"runs": [RUN]}, prompt=MARKER))
     traced.trace(parent.trace_id)
     assert {200, 400, 403, 404, 500} <= {*seen, broken.status_code}
