@@ -18,7 +18,16 @@ from tests.e2e.servers import Server, serve
 from tests.tiny import write_tiny_model
 
 KEY = "correct-horse-battery"
-SUPERVISOR_LINES = ("drafthouse serves", "SIGTERM received", "  ", "ready after", "running: ", "try: ", "stopping", "stopped")
+SUPERVISOR_LINES = (
+    "drafthouse serves",
+    "SIGTERM received",
+    "  ",
+    "ready after",
+    "running: ",
+    "try: ",
+    "stopping",
+    "stopped",
+)
 PHASES = {"observe", "draft", "verify", "accept"}
 
 
