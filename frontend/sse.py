@@ -48,9 +48,7 @@ class EventStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pinger is not None:
-            self._pinger.cancel()
-            await asyncio.gather(self._pinger, return_exceptions=True)
+        await self._stop_pinging()
 
     @property
     def has_started(self) -> bool:
@@ -72,25 +70,36 @@ class EventStream:
         await self._write(b"data: " + error.body() + b"\n\n")
 
     async def finish(self) -> web.StreamResponse:
-        await self._write(b"data: [DONE]\n\n")
-        await self._response.write_eof()
+        """Send the end. Nothing waits behind it: a client that leaves once it has all would be taken for one that left before."""
+        await self._stop_pinging()
+        await self._start()
+        await self._response.write_eof(b"data: [DONE]\n\n")
         return self._response
 
     def hurry(self) -> None:
         """The client has closed its sending side: write soon and often, because only a write tells whether it reads."""
         self._hurried.set()
 
-    async def _write(self, data: bytes) -> None:
+    async def _start(self) -> None:
         if not self._response.prepared:
             async with self._starting:
                 if not self._response.prepared:
                     await self._response.prepare(self._request)
+
+    async def _write(self, data: bytes) -> None:
+        await self._start()
         self._is_writing = True
         try:
             await self._response.write(data)
         finally:
             self._is_writing = False
             self._last_write_s = time.monotonic()
+
+    async def _stop_pinging(self) -> None:
+        if self._pinger is not None:
+            pinger, self._pinger = self._pinger, None
+            pinger.cancel()
+            await asyncio.gather(pinger, return_exceptions=True)
 
     async def _ping(self) -> None:
         with contextlib.suppress(ConnectionError):  # the handler is cancelled by the server

@@ -156,6 +156,8 @@ def test_frontends_share_the_load_and_are_scraped_each(stack: Stack) -> None:
 
     wait_until("every answer is in some frontend's numbers", lambda: sum(served()) == 120 or served(), 40)
     assert len(served()) == FRONTENDS and all(number > 0 for number in served())
+    (answered,) = stack.query('sum(http_requests_total{handler="/v1/completions",status="2xx"})')
+    assert float(answered["value"][1]) == 120, "an answer that was complete counts as its client's departure"
     assert len(stack.query('up{job="drafthouse-frontend"} == 1')) == FRONTENDS
 
 

@@ -6,6 +6,7 @@ import json
 import struct
 
 import pytest
+from aiohttp import web
 
 from frontend.app import Listener, build_app
 from protocol.messages import Finish
@@ -106,6 +107,25 @@ async def test_a_client_that_leaves_aborts_its_request_once(site, how, stream, t
         assert f'vllm:{family}_count{{engine="0",model_name="SmolLM2-135M-Instruct"}} 1\n' in page
     assert 'finished_reason="stop"} 0' in page
     assert site.server.admission.sequences == 0
+
+
+async def test_a_client_that_leaves_with_the_whole_stream_was_answered(site, monkeypatch):
+    """A proxy closes its connection as soon as it has the last byte; that cancels whatever the handler still waits for."""
+    sent = web.StreamResponse.write_eof
+
+    async def send_and_lose(response, data=b""):
+        await sent(response, data)
+        asyncio.current_task().cancel()
+
+    monkeypatch.setattr(web.StreamResponse, "write_eof", send_and_lose)
+    reader, writer = await site.connect()
+    await site.send(writer, {**LONG, "stream": True})
+    given = await site.submitted()
+    given.output(0, [582], finish=Finish(FinishReason.STOP))
+    assert b"data: [DONE]" in await reader.read()
+    await site.until(lambda: "http_requests_total" in site.page())
+    assert 'handler="/v1/completions",method="POST",status="2xx"} 1\n' in site.page()
+    assert 'finished_reason="stop"} 1\n' in site.page() and 'finished_reason="abort"} 0\n' in site.page()
 
 
 async def test_every_prompt_of_a_list_is_aborted(site):
