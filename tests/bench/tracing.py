@@ -64,7 +64,7 @@ def cost_table(repeats: int) -> Table:
             for name, (root, extra) in variants.items():
                 with serve("--executor", "sim", root=root, **extra) as server:
                     asyncio.run(load.run(server.port, ["warm up"] * STREAMS, STREAMS, 64))
-                    runs[name].append(asyncio.run(load.run(server.port, ["hello"] * STREAMS * 3, STREAMS, TOKENS)))
+                    runs[name].append(asyncio.run(load.run(server.port, ["hello"] * STREAMS * 20, STREAMS, TOKENS)))
     rates = {name: statistics.median(run.output_tokens_per_s for run in listed) for name, listed in runs.items()}
     for name, listed in runs.items():
         first = statistics.median(run.ttft_p50_ms for run in listed)
