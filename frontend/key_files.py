@@ -5,15 +5,12 @@ Owns reading them, what a key may look like, and that only digests are kept. A k
 """
 
 import hashlib
-import logging
-from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from protocol.secret_files import read_ascii
 
 MIN_KEY_CHARACTERS = 16
 MAX_KEY_CHARACTERS = 512
 MAX_FILE_BYTES = 64 * 1024
-_OTHERS_READ = 0o004
 
 
 def read_lines(path: str, option: str) -> list[tuple[int, str]]:
@@ -22,7 +19,10 @@ def read_lines(path: str, option: str) -> list[tuple[int, str]]:
     Raises ValueError with a sentence that names option and file. A file that other users can read is only warned of: that is
     how container runtimes mount secrets.
     """
-    stripped = [(number, line.strip()) for number, line in enumerate(_read(path, option).splitlines(), start=1)]
+    stripped = [
+        (number, line.strip())
+        for number, line in enumerate(read_ascii(path, option, MAX_FILE_BYTES).splitlines(), start=1)
+    ]
     lines = [(number, line) for number, line in stripped if line and not line.startswith("#")]
     if not lines:
         raise ValueError(f"{option} {path} holds no key: write one of {MIN_KEY_CHARACTERS} characters or more")
@@ -47,22 +47,3 @@ def bearer_digest(authorization: str | None) -> bytes:
 def digest(key: str) -> bytes:
     """Of equal length for every key, so that a comparison does not tell how long the right one is."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-
-
-def _read(path: str, option: str) -> str:
-    try:
-        file = Path(path)
-        if file.stat().st_mode & _OTHERS_READ:
-            logger.warning(
-                "%s_readable_by_others path=%s advice='chmod 600'", option.removeprefix("--").replace("-", "_"), path
-            )
-        with file.open("rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"{option} {path} cannot be read: {error.strerror}") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"{option} {path} is larger than {MAX_FILE_BYTES} bytes")
-    try:
-        return content.decode("ascii")
-    except UnicodeDecodeError:
-        raise ValueError(f"{option} {path} holds characters other than ASCII") from None

@@ -5,17 +5,14 @@ cat. Hexadecimal, because ZeroMQ's own Z85 text may begin with # or hold quotes.
 Written by `deploy.keys`; read by `engine.assembly` and `frontend.__main__`.
 """
 
-import logging
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from protocol.secret_files import read_ascii
 
 KEY_BYTES = 32
 MAX_FILE_BYTES = 256 * 1024
 MAX_CLIENT_KEYS = 1024
-_OTHERS_READ = 0o004
 _LINE = re.compile(r"(public|secret)\s*=\s*([0-9A-Fa-f]{64})", re.ASCII)
 _OTHER = {"public": "secret", "secret": "public"}
 
@@ -85,7 +82,9 @@ def _only(path: str, option: str, kind: str) -> bytes:
 def _read(path: str, option: str, kind: str) -> list[bytes]:
     """The keys of a file, all of one kind, at least one. What is in the file is never repeated: it may be a secret."""
     keys = []
-    for number, line in enumerate(_text(path, option, kind).splitlines(), start=1):
+    for number, line in enumerate(
+        read_ascii(path, option, MAX_FILE_BYTES, is_secret=kind == "secret").splitlines(), start=1
+    ):
         line = line.strip()
         if not line or line.startswith("#"):
             continue
@@ -98,21 +97,3 @@ def _read(path: str, option: str, kind: str) -> list[bytes]:
     if not keys:
         raise ValueError(f"{option} {path} holds no key: `drafthouse keys DIRECTORY` makes some")
     return keys
-
-
-def _text(path: str, option: str, kind: str) -> str:
-    try:
-        file = Path(path)
-        if kind == "secret" and file.stat().st_mode & _OTHERS_READ:
-            # A warning only: container runtimes mount secrets like that.
-            logger.warning("curve_key_file_readable_by_others path=%s advice='chmod 600'", path)
-        with file.open("rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"{option} {path} cannot be read: {error.strerror}") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"{option} {path} is larger than {MAX_FILE_BYTES} bytes")
-    try:
-        return content.decode("ascii")
-    except UnicodeDecodeError:
-        raise ValueError(f"{option} {path} holds characters other than ASCII") from None
