@@ -27,6 +27,7 @@ from tests.cases.processes import (
     wait_until,
 )
 from tests.e2e.servers import serve
+from tests.timing import at_most_s
 
 WIDTH = 5
 RUN = [582, 827, 1296, 1876, 2531, 2976]
@@ -104,11 +105,11 @@ def test_death_1_a_killed_engine_is_noticed_and_told_to_everyone(tmp_path: Path)
         killed = time.monotonic()
         wait_until(lambda: ready(client) == 503, 2, "/ready says 503")
         assert_all_told(opened)
-        assert time.monotonic() - killed < 2.0
+        at_most_s(time.monotonic() - killed, 2.0, "telling everyone")
         assert client.get("/health").status_code == 200, "the frontend lives"
         started = time.monotonic()
         response = client.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1})
-        assert time.monotonic() - started < 1.0
+        at_most_s(time.monotonic() - started, 1.0, "telling everyone")
         client.assert_error(response, status=503)
         assert int(response.headers["Retry-After"]) >= 1
         assert_metrics_of_a_lost_engine(client, before)

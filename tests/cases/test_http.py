@@ -15,6 +15,7 @@ from tests.cases.crowd import OpenRequest, bystanders
 from tests.cases.laws import labelled
 from tests.cases.processes import processes_of, resident_bytes, unharmed, wait_until
 from tests.e2e.servers import serve
+from tests.timing import at_most_s
 
 RUN = [582, 827, 1296, 1876, 2531, 2976]
 SIM = ("--executor", "sim", "--num-draft-tokens", "5", "--check-laws", "true")
@@ -151,8 +152,8 @@ def test_http_3_huge_bodies_stall_nobody_and_leave_no_memory_behind(setup: Any, 
             assert client.post(COMPLETIONS, eight_mb).status_code in (400, 413)
             assert client.post(COMPLETIONS, one_mb).status_code == 400, "the context is 8192 tokens"
         assert watch.errors == []
-        assert watch.longest_health_s < 1.0
-        assert watch.longest_gap_s < 1.0
+        at_most_s(watch.longest_health_s, 1.0, "the slowest /health")
+        at_most_s(watch.longest_gap_s, 1.0, "the longest gap of a bystander")
         assert resident_bytes(frontend) - before < 100_000_000
 
 
@@ -261,7 +262,7 @@ def test_http_4_streams_end_with_an_error_when_the_engine_dies(tmp_path: Any) ->
         os.kill(processes_of(client).engine, signal.SIGKILL)
         killed = time.monotonic()
         together([lambda one=one: one.read_to_end(within_s=5) for one in opened], width=6)
-        assert time.monotonic() - killed < 2.0
+        at_most_s(time.monotonic() - killed, 2.0, "telling everyone")
         for one in opened:
             events = one.data()
             assert_one_error_then_done(events, num_good=len(events) - 2)

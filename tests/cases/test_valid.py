@@ -12,6 +12,7 @@ import requests
 from tests.cases.client import CHAT, COMPLETIONS, Client, strict_json
 from tests.cases.crowd import bystanders
 from tests.cases.processes import processes_of, resident_bytes, unharmed
+from tests.timing import at_most_s
 
 MESSAGES = '"messages":[{"role":"user","content":"hi"}]'
 PROMPT = '"prompt":"hi"'
@@ -34,7 +35,7 @@ def refused(client: Client, path: str, body: bytes | str, *names: str, status: i
     raw = body.encode() if isinstance(body, str) else body
     started = time.monotonic()
     response = client.post_raw(path, raw)
-    assert time.monotonic() - started < 2.0
+    at_most_s(time.monotonic() - started, 2.0, "the answer")
     return str(client.assert_error(response, *names, status=status)["message"])
 
 
@@ -243,10 +244,10 @@ def test_valid_4_long_lists_work_or_are_refused_with_the_limit_and_stall_nobody(
             if response.status_code != 200:
                 message = spec.assert_error(response, field)["message"]
                 assert any(character.isdigit() for character in message.replace(str(len(value)), "")), message
-                assert took_s < 2.0
+                at_most_s(took_s, 2.0, "the answer")
     assert watch.errors == []
-    assert watch.longest_gap_s < 1.0
-    assert watch.longest_health_s < 1.0
+    at_most_s(watch.longest_gap_s, 1.0, "the longest gap of a bystander")
+    at_most_s(watch.longest_health_s, 1.0, "the slowest /health")
 
 
 def test_valid_4_a_long_list_that_is_served_is_obeyed_in_full(spec: Client) -> None:
@@ -346,7 +347,7 @@ def test_valid_6_a_body_made_to_exhaust_the_parser_is_refused_at_once(sim: Clien
 def test_valid_6_a_huge_unknown_field_is_ignored_or_refused(sim: Client, name: str, value: bytes) -> None:
     started = time.monotonic()
     response = sim.post_raw(COMPLETIONS, b'{"prompt":"hi","max_tokens":1,"unknown_field":' + value + b"}")
-    assert time.monotonic() - started < 2.0
+    at_most_s(time.monotonic() - started, 2.0, "the answer")
     if response.status_code != 200:
         sim.assert_error(response, status=response.status_code)
         assert response.status_code in (400, 413)

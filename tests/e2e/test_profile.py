@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.servers import Server, serve
+from tests.timing import at_most_s
 from tests.tiny import write_tiny_model
 
 KEY = "correct-horse-battery"
@@ -110,7 +111,7 @@ def test_a_request_between_start_and_stop_is_in_the_trace_with_its_phases_and_op
     began = time.monotonic()
     status, started = post(server, "/start_profile")
     assert status == 200 and started["status"] == "started", started
-    assert time.monotonic() - began < 5.0  # an idle engine reacts at once
+    at_most_s(time.monotonic() - began, 5.0, "starting a profile")  # an idle engine reacts at once
     rounds = scrape(server, "drafthouse:verify_rounds_total")
     assert scrape(server, "drafthouse:steps_total") == idle_steps  # without a step of its own
     assert complete(server) == 24

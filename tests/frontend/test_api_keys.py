@@ -20,6 +20,7 @@ from frontend.errors import ApiError
 from frontend.gate import ADMIN_ROUTES, OPEN_ROUTES, Gate
 from frontend.key_ring import KeyRing
 from tests.frontend.fakes_client import FakeEngineClient, hello, server_over
+from tests.timing import at_most_s
 
 KEY, OTHER, ADMIN = "sk-correct-horse-battery", "sk-another-key-of-some-length", "admin-key-of-some-length"
 PROMPT = {"prompt": "x", "max_tokens": 3}
@@ -392,4 +393,4 @@ def test_a_thousand_keys_cost_less_than_a_millisecond_a_request(tmp_path):
         started_s = time.perf_counter()
         assert keys.client(bearer(lines[rng.randrange(900)])) is not None, seed
         best_s = min(best_s, time.perf_counter() - started_s)
-    assert best_s < 0.001
+    at_most_s(best_s, 0.001, "finding one key of a thousand")

@@ -25,6 +25,7 @@ from tests.frontend.otlp_receivers import (
     http_receiver,
     refusing_port,
 )
+from tests.timing import at_most_s
 
 SOON = QueueSettings(capacity=1000, batch_size=8, delay_s=0.02, timeout_s=20.0)
 FULL = QueueSettings(capacity=1000, batch_size=8, delay_s=3600.0, timeout_s=20.0)  # only full batches of 8 go
@@ -207,7 +208,7 @@ def test_closing_is_bounded_with_a_collector_that_hangs(protocol: OtlpProtocol):
         receiver.wait_for(lambda seen: seen.attempts > 0)
         started_s = time.monotonic()
         queue.close(0.3)
-        assert time.monotonic() - started_s < 10.0, "and not the 20 s of the request"
+        at_most_s(time.monotonic() - started_s, 10.0, "not waiting for the collector")
         assert drops(settled(queue)) == {"shutdown": 20}
 
 
@@ -256,6 +257,6 @@ def test_putting_never_waits_for_a_collector():
         receiver_seen(lambda seen: seen.attempts > 0)
         started_s = time.monotonic()
         put_all(queue, 5000)
-        assert time.monotonic() - started_s < 10.0
+        at_most_s(time.monotonic() - started_s, 10.0, "not waiting for the collector")
         stats = balanced(queue.stats)
         assert stats.size == 1000 and stats.dropped[DropReason.QUEUE_FULL] == 4000

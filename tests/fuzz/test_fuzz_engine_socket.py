@@ -14,6 +14,7 @@ from tests.cases.client import total
 from tests.chaos.crowd import Result, assert_laws, crowd, quiet_pages, scrape, scripts
 from tests.chaos.members import fleet_in
 from tests.fuzz.messages import PAYLOADS, any_value, spoiled
+from tests.timing import at_most_s
 
 SEED = 20261130
 SECONDS = 6.0
@@ -78,7 +79,7 @@ def test_nonsense_on_the_engines_socket_harms_nobody():
         assert thrown_out > 0, "an attached stranger was never cut off: its messages were too tame"
         assert {one.kind for one in results} == {"complete"}
         assert len(results) > 50
-        assert max(one.longest_gap_s for one in results) < 1.5
+        at_most_s(max(one.longest_gap_s for one in results), 1.5, "the longest gap of a bystander")
         after = quiet_pages(fleet)[0]
         assert total(after, "drafthouse:refused_messages_total") > 100
         assert fleet.engine.rss_bytes() - memory < MAX_GROWTH_BYTES
