@@ -103,8 +103,9 @@ def options() -> dict[str, Option]:
 def read_plan(arguments: list[str], environment: Mapping[str, str]) -> Plan:
     """Parse and check. Raises `OptionsError`, `ModelFilesError`, `HelpRequested`."""
     given = read(options(), arguments, environment, program=PROGRAM, secrets=(VARIABLE,))
-    serve, engine, frontend = (build(kind, given) for kind in (ServeConfig, EngineConfig, FrontendConfig))
-    assert isinstance(serve, ServeConfig) and isinstance(engine, EngineConfig) and isinstance(frontend, FrontendConfig)
+    serve, engine = build(ServeConfig, given), build(EngineConfig, given)
+    # As the frontends will get it: serve's own default differs from theirs.
+    frontend = build(FrontendConfig, given | {"drain_timeout_s": serve.drain_timeout_s})
     if serve.engines > 1 and "engine_id" in given:
         raise OptionsError("--engine-id is of one engine: with --engines the ids are 0, 1 and so on")
     # Also fetches a model of the hub once, before two processes want it at the same time.

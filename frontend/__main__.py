@@ -105,7 +105,9 @@ async def _run(config: FrontendConfig, text: Text, model_name: str, ring: KeyRin
     await asyncio.wait({refused, signalled}, return_when=asyncio.FIRST_COMPLETED)
     code = 1 if refused.done() and not signalled.done() else 0
     stopping.clear()
-    await _drain(server, engines, listener, stopping, config.drain_timeout_s if code == 0 else 0.0)
+    if code == 0:
+        await _drain(server, stopping)
+    await _end(server, engines, listener)
     for task in (keeping, intervals, refused, signalled):
         task.cancel()
     await asyncio.gather(keeping, intervals, refused, signalled, return_exceptions=True)
@@ -113,23 +115,35 @@ async def _run(config: FrontendConfig, text: Text, model_name: str, ring: KeyRin
     return code
 
 
-async def _drain(
-    server: Server, engines: EnginePool, listener: Listener, hurried: asyncio.Event, timeout_s: float
-) -> None:
-    """Refuse new requests, let running ones finish for `timeout_s` or until a second signal, then tell the rest."""
+async def _drain(server: Server, hurried: asyncio.Event) -> None:
+    """Not ready at once, refusing new requests after the grace; until what runs is done, the time is up, or a second signal."""
+    config = server.config
+    deadline_s = time.monotonic() + config.drain_timeout_s
+    server.admission.leave()
+    logger.info(
+        "draining sequences=%d grace_s=%g timeout_s=%g",
+        server.admission.sequences,
+        config.drain_grace_s,
+        config.drain_timeout_s,
+    )
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(hurried.wait(), config.drain_grace_s)
     server.admission.drain()
-    logger.info("draining sequences=%d timeout_s=%g", server.admission.sequences, timeout_s)
-    await _until_idle(server, timeout_s, hurried)
+    await _until_idle(server, deadline_s, hurried)
+
+
+async def _end(server: Server, engines: EnginePool, listener: Listener) -> None:
+    """Tell whoever is left, then close."""
+    server.admission.drain()
     left = server.admission.sequences
     await engines.stop()  # open streams end with an error event now, and the engine aborts them
-    await _until_idle(server, LAST_WORDS_S, None)
+    await _until_idle(server, time.monotonic() + LAST_WORDS_S, None)
     await listener.stop()
     logger.info("stopped aborted_sequences=%d", left)
 
 
-async def _until_idle(server: Server, timeout_s: float, hurried: asyncio.Event | None) -> None:
-    deadline = time.monotonic() + timeout_s
-    while server.admission.sequences and time.monotonic() < deadline and not (hurried and hurried.is_set()):
+async def _until_idle(server: Server, deadline_s: float, hurried: asyncio.Event | None) -> None:
+    while server.admission.sequences and time.monotonic() < deadline_s and not (hurried and hurried.is_set()):
         await asyncio.sleep(POLL_S)
 
 

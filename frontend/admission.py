@@ -19,21 +19,22 @@ class Admission:
     def __init__(self, config: FrontendConfig, metrics: FrontendMetrics) -> None:
         self._config = config
         self._metrics = metrics
-        self._draining = False
+        self.is_leaving = False  # not ready any more, and perhaps draining
+        self.is_draining = False
         self.sequences = 0
         self.prompt_tokens = 0
 
-    @property
-    def is_draining(self) -> bool:
-        return self._draining
+    def leave(self) -> None:
+        """Tell balancers to send no more, by `/ready`, and still serve what they send until they know."""
+        self.is_leaving = True
 
     def drain(self) -> None:
         """From now on refuse every request; those in flight go on."""
-        self._draining = True
+        self.is_leaving = self.is_draining = True
 
     def reserve(self, num_sequences: int, capacity: Capacity) -> "Reservation":
         """A place for a request of so many sequences, given back when its block ends. Raises ApiError(503)."""
-        if self._draining:
+        if self.is_draining:
             self._metrics.rejected("draining")
             raise overloaded("this server is shutting down", retry_after_s=5)
         limit = self._config.max_inflight_requests

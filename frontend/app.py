@@ -131,8 +131,6 @@ async def _common(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         response = await _answered(request, handler, route)
         status = response.status
-        if server.admission.is_draining and not response.prepared:
-            response.force_close()
         return response
     except (asyncio.CancelledError, ConnectionError):
         status = CLIENT_GONE
@@ -222,6 +220,10 @@ def _error_response(error: ApiError, source: web.HTTPException | None = None) ->
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "drafthouse"  # without versions: they tell an attacker where to begin
+    if request.app[SERVER].admission.is_leaving:
+        # The next request of a kept connection would come here whatever the balancer knows.
+        response.force_close()
+        response.headers["Connection"] = "close"
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
     trace = request.get(TRACE)

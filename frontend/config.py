@@ -55,6 +55,16 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: Annotated[
         float, Meta(ge=0, le=3600, description="seconds that running requests get to finish after SIGTERM")
     ] = 8.0
+    # 0: without a balancer that asks /ready nobody goes elsewhere meanwhile, and Ctrl-C would only take longer.
+    drain_grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="seconds after SIGTERM in which new requests are still served while /ready is 503 already, so that "
+            "a balancer learns first; part of --drain-timeout-s",
+        ),
+    ] = 0.0
     keep_alive_s: Annotated[float, Meta(ge=1, le=3600, description="seconds an idle client connection is kept")] = 120.0
     access_log: Annotated[bool, Meta(description="log one line per HTTP request")] = False
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
@@ -122,6 +132,11 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--curve-server-key-file",
             list(split_addresses(self.engine)),
         )
+        if self.drain_grace_s > self.drain_timeout_s:
+            raise ValueError(
+                f"--drain-grace-s {self.drain_grace_s:g} is longer than --drain-timeout-s {self.drain_timeout_s:g}, of "
+                "which it is a part"
+            )
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
         if not self.host:

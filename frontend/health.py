@@ -34,7 +34,7 @@ async def ready(request: web.Request) -> web.Response:
     """200 when a request sent now would be served by some engine, else 503 with the reason. Every engine is listed."""
     server = request.app[SERVER]
     engines = [_engine(status) for status in server.engine.statuses]
-    if server.admission.is_draining:
+    if server.admission.is_leaving:
         return _not_ready("this frontend is shutting down", engines)
     if server.engine.hello is None:
         return _not_ready(server.engine.down_reason or "no engine", engines)

@@ -111,6 +111,17 @@ def test_stopping_takes_longer_than_draining() -> None:
         assert grace_s >= options.drain_timeout_s + STOP_MARGIN_S, role
 
 
+def test_a_stopping_frontend_serves_until_the_balancer_knows() -> None:
+    """From SIGTERM: a check that was under way says ready, the next is sent an interval later and may get no answer."""
+    frontend = parse(FrontendConfig, [], environment("frontend"), program="frontend")
+    ready = haproxy().partition("\nbackend ready\n")[2].partition("\nbackend")[0]
+    (found,) = re.findall(r"default-server check inter (\d+)ms fall (\d+) ", ready)
+    (answer_s,) = re.findall(r"^\s+timeout check (\d+)s$", haproxy(), re.MULTILINE)
+    interval_s, fall = int(found[0]) / 1000, int(found[1])
+    assert frontend.drain_grace_s > fall * (interval_s + int(answer_s))
+    assert frontend.drain_timeout_s - frontend.drain_grace_s >= 15, "what begins at the end of the grace can finish"
+
+
 @pytest.mark.parametrize("role", SCALED)
 def test_a_scaled_service_has_no_name_and_no_port_of_the_host(role: str) -> None:
     assert not {"container_name", "hostname", "ports"} & services()[role].keys()

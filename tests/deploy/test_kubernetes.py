@@ -253,10 +253,17 @@ def test_only_the_ingress_and_prometheus_reach_a_frontend(production: Rendering)
 
 
 def test_a_frontend_has_the_time_to_drain(rendered: Rendering):
-    drain_s = parse(FrontendConfig, [], rendered.environment("frontend"), program="frontend").drain_timeout_s
-    pre_stop_s = rendered.container("frontend")["lifecycle"]["preStop"]["sleep"]["seconds"]
+    frontend = parse(FrontendConfig, [], rendered.environment("frontend"), program="frontend")
     grace_s = rendered.pod("frontend")["terminationGracePeriodSeconds"]
-    assert pre_stop_s >= 5 and grace_s >= pre_stop_s + drain_s + FRONTEND_STOP_MARGIN_S
+    assert grace_s >= frontend.drain_timeout_s + FRONTEND_STOP_MARGIN_S
+
+
+def test_new_requests_are_served_until_every_balancer_knows_that_a_frontend_goes(rendered: Rendering):
+    """Those that follow the endpoints are told by Kubernetes, the others find out by asking as the probe does."""
+    frontend = parse(FrontendConfig, [], rendered.environment("frontend"), program="frontend")
+    assert "lifecycle" not in rendered.container("frontend"), "a hook before SIGTERM would delay the 503 of /ready"
+    assert frontend.drain_grace_s >= 10
+    assert frontend.drain_timeout_s - frontend.drain_grace_s >= 60, "what begins at the end of the grace can finish"
 
 
 def test_an_engine_has_the_time_to_drain(rendered: Rendering):
