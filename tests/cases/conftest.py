@@ -82,3 +82,10 @@ def embedded_ref(setup: Callable[[str], Client]) -> Client:
 @pytest.fixture
 def sim(setup: Callable[[str], Client]) -> Client:
     return setup("sim")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long form of a case may take many minutes; the ordinary bound on a test is for the ordinary form."""
+    for item in items:
+        if IS_LONG and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(1800))

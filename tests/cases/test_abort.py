@@ -1,42 +1,47 @@
 """ABORT: clients that leave, at every moment a client can leave, and what the server must show afterwards."""
 
-import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
-from tests.cases.client import IS_LONG, PAT, Client, parse_metrics, together, total
-from tests.cases.crowd import OpenRequest, answers, assert_same, leave_all, seeded
+from tests.cases.client import CHAT, IS_LONG, PAT, Client, parse_metrics, together, total
+from tests.cases.crowd import OpenRequest, leave_all, seeded
 from tests.cases.laws import gauges, increments, labelled
-from tests.cases.processes import unharmed, wait_until
-from tests.e2e.servers import serve
+from tests.cases.processes import wait_until
+from tests.e2e.servers import fleet, serve
+from tests.timing import at_most_s
 
 WIDTH = 5
 RUN = [582, 827, 1296, 1876, 2531, 2976]
 SLOW_SIM = ("--executor", "sim", "--num-draft-tokens", "5", "--check-laws", "true", "--max-num-seqs", "15")
 SLOW_SIM += ("--sim-step-ms", "20")
 LONG_ANSWER = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True}
+LONG_CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def slow() -> Iterator[Callable[[int], Client]]:
-    """`slow(frontends)`: a simulated engine of 15 rows that needs seconds for a long answer."""
+def slow_fleet() -> Iterator[Callable[[int], list[Client]]]:
+    """`slow_fleet(frontends)`: a simulated engine of 15 rows that needs seconds for a long answer, behind so many frontends."""
     with ExitStack() as stack:
-        clients: dict[int, Client] = {}
+        fleets: dict[int, list[Client]] = {}
 
-        def get(frontends: int) -> Client:
-            if frontends not in clients:
-                server = stack.enter_context(serve(*SLOW_SIM, "--frontends", str(frontends)))
-                clients[frontends] = Client(server.base_url)
-            return clients[frontends]
+        def get(frontends: int) -> list[Client]:
+            if frontends not in fleets:
+                fleets[frontends] = [Client(url) for url in stack.enter_context(fleet(frontends, *SLOW_SIM))]
+            return fleets[frontends]
 
         yield get
+
+
+@pytest.fixture
+def slow(slow_fleet: Callable[[int], list[Client]]) -> Client:
+    return slow_fleet(1)[0]
 
 
 def running(client: Client) -> float:
@@ -47,25 +52,55 @@ def waiting(client: Client) -> float:
     return total(client.metrics(), "vllm:num_requests_waiting")
 
 
+def finished(samples: dict[str, float], reason: str) -> float:
+    return labelled(samples, "vllm:request_success_total", finished_reason=reason)
+
+
+def added(pages: list[dict[str, float]]) -> Counter[str]:
+    """What the frontends count, each for itself, put together."""
+    counted: Counter[str] = Counter()
+    for page in pages:
+        counted.update(page)
+    return counted
+
+
+def assert_only_aborts(before: Counter[str], after: Counter[str], count: int) -> None:
+    assert finished(after, "abort") - finished(before, "abort") == count
+    for reason in ("stop", "length", "error"):
+        assert finished(after, reason) == finished(before, reason), reason
+
+
+def open_long(client: Client, index: int, stream: bool = True) -> OpenRequest:
+    """A request that takes seconds; every second one is a chat."""
+    if index % 2:
+        return OpenRequest(client, {**LONG_CHAT, "stream": stream}, CHAT)
+    return OpenRequest(client, {**LONG_ANSWER, "stream": stream})
+
+
 # ---- ABORT-1: vllm-project/vllm#29928 ----
 
 
 @pytest.mark.parametrize("frontends", [1, 4])
 def test_abort_1_gauges_fall_by_themselves_when_every_client_leaves_at_once(
-    slow: Callable[[int], Client], frontends: int
+    slow_fleet: Callable[[int], list[Client]], frontends: int
 ) -> None:
-    client = slow(frontends)
-    body = {**LONG_ANSWER, "stream": True}
-    opened = together([lambda: OpenRequest(client, body) for _ in range(64)], width=64)
-    together([lambda one=one: one.wait_for(1) for one in opened[:1]])
-    wait_until(lambda: waiting(client) == 64 - 15, 5, "a queue longer than the batch")
-    assert running(client) == 15
+    clients = slow_fleet(frontends)
+    before = added([client.metrics() for client in clients])
+    opened = together([lambda i=i: open_long(clients[i // 2 % frontends], i) for i in range(64)], width=64)
+    for client in clients:  # every frontend sees the whole engine, not its own clients
+        wait_until(lambda client=client: waiting(client) == 64 - 15, 5, "a queue longer than the batch")
+        assert running(client) == 15
     started = time.thread_time()  # this thread's own work: what another process takes of the core is not the clients'
     leave_all(opened)
-    assert time.thread_time() - started < 0.05, "the clients left one after the other, not at once"
-    client.assert_quiet(within_s=2.0, steady_s=5.0 if IS_LONG else 1.0)
-    pages = [gauges(Client(client.base_url).metrics()) for _ in range(4 * frontends)]
-    assert all(page == dict.fromkeys(page, 0) for page in pages)
+    at_most_s(time.thread_time() - started, 0.05, "all clients leaving")
+    clients[0].assert_quiet(within_s=2.0, steady_s=5.0 if IS_LONG else 1.0)
+    for client in clients:
+        client.assert_quiet(within_s=0.5, steady_s=0.0)
+    pages = [parse_metrics(client.get("/metrics/engine").text) for client in clients]
+    assert all(gauges(page) == dict.fromkeys(gauges(page), 0) for page in pages)
+    assert all(page == pages[0] for page in pages), "every frontend says the same of the engine"
+    after = added([client.metrics() for client in clients])
+    assert_only_aborts(before, after, 64)
 
 
 def test_abort_1_the_real_model_stops_when_every_client_leaves_at_once(spec: Client) -> None:
@@ -87,35 +122,39 @@ PER_REQUEST = (
     "vllm:request_prefill_time_seconds_count",
     "vllm:request_decode_time_seconds_count",
     "vllm:request_inference_time_seconds_count",
+    "vllm:request_time_per_output_token_seconds_count",
+    "vllm:request_max_num_generation_tokens_count",
+    "vllm:request_params_n_count",
+    "vllm:request_params_max_tokens_count",
 )
 
 
-def finished(samples: dict[str, float], reason: str) -> float:
-    return labelled(samples, "vllm:request_success_total", finished_reason=reason)
-
-
-def test_abort_2_every_client_that_left_is_counted_once_as_aborted(slow: Callable[[int], Client]) -> None:
-    client = slow(1)
-    before = client.metrics()
-    streams = [OpenRequest(client, {**LONG_ANSWER, "stream": True}) for _ in range(10)]
+@pytest.mark.parametrize("frontends", [1, 4])
+def test_abort_2_every_client_that_left_is_counted_once_as_aborted(
+    slow_fleet: Callable[[int], list[Client]], frontends: int
+) -> None:
+    clients = slow_fleet(frontends)
+    before = added([client.metrics() for client in clients])
+    streams = [open_long(clients[index % frontends], index // frontends) for index in range(10)]
     together([lambda one=one: one.wait_for(3) for one in streams], width=10)
-    plain = [OpenRequest(client, LONG_ANSWER) for _ in range(5)]
-    wait_until(lambda: running(client) == 15, 5, "every row taken")
-    queued = [OpenRequest(client, {**LONG_ANSWER, "stream": index % 2 == 0}) for index in range(5)]
-    wait_until(lambda: waiting(client) == 5, 5, "five in the queue")
+    plain = [open_long(clients[index % frontends], index // frontends, stream=False) for index in range(5)]
+    wait_until(lambda: running(clients[0]) == 15, 5, "every row taken")
+    queued = [open_long(clients[index % frontends], index, stream=index < 3) for index in range(5)]
+    wait_until(lambda: waiting(clients[0]) == 5, 5, "five in the queue")
     time.sleep(0.2)
     leave_all([*queued, *plain, *streams])
-    client.assert_quiet(within_s=2.0)
-    after = client.metrics()
-    assert finished(after, "abort") - finished(before, "abort") == 20
-    for reason in ("stop", "length", "error"):
-        assert finished(after, reason) == finished(before, reason)
-    for family in PER_REQUEST:
-        assert total(after, family) - total(before, family) == 20, family
+    for client in clients:
+        client.assert_quiet(within_s=2.0, steady_s=0.2)
+    after = added([client.metrics() for client in clients])
+    assert_only_aborts(before, after, 20)
+    grown = {family: total(after, family) - total(before, family) for family in PER_REQUEST}
+    assert grown == dict.fromkeys(PER_REQUEST, 20)
+    first_token = "vllm:time_to_first_token_seconds_count"
+    assert total(after, first_token) - total(before, first_token) == 15, "who waited never got a token"
 
 
-def test_abort_2_each_child_of_an_abandoned_request_is_counted(slow: Callable[[int], Client]) -> None:
-    client = slow(1)
+def test_abort_2_each_child_of_an_abandoned_request_is_counted(slow: Client) -> None:
+    client = slow
     before = client.metrics()
     with OpenRequest(client, {**LONG_ANSWER, "n": 3, "stream": True}) as one:
         one.wait_for(4)
@@ -136,8 +175,9 @@ print(len(urllib.request.urlopen(request).read()))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_abort_3_killing_the_client_process_frees_its_request(slow: Callable[[int], Client], stream: bool) -> None:
-    client = slow(1)
+def test_abort_3_killing_the_client_process_frees_its_request(slow: Client, stream: bool) -> None:
+    client = slow
+    aborts = finished(client.metrics(), "abort")
     flag = "true" if stream else "false"
     body = f'{{"prompt":"x","max_tokens":4000,"ignore_eos":true,"stream":{flag}}}'
     url = client.base_url + "/v1/completions"
@@ -149,6 +189,7 @@ def test_abort_3_killing_the_client_process_frees_its_request(slow: Callable[[in
     wait_until(lambda: running(client) == 0, 2, "the request is gone")
     assert_generation_stands_still(client)
     client.assert_quiet()
+    assert finished(client.metrics(), "abort") == aborts + 1
 
 
 def assert_generation_stands_still(client: Client) -> None:
@@ -167,18 +208,31 @@ def test_abort_3_a_non_streaming_client_of_the_real_model_frees_its_request(spec
     spec.assert_quiet()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_abort_3_leaving_while_the_prompt_is_processed_stops_it(stream: bool) -> None:
-    with serve("--executor", "sim", "--sim-prefill-ms", "1000", "--max-num-batched-tokens", "256") as server:
-        client = Client(server.base_url)
-        with OpenRequest(client, {"prompt": [582] * 6000, "max_tokens": 10, "stream": stream}):
-            wait_until(lambda: running(client) == 1, 5, "the prompt is being processed")
+@pytest.fixture(scope="module")
+def slow_prompt() -> Iterator[Client]:
+    """A prompt of 6000 tokens takes six seconds, and a stream that has nothing to say yet sends its headers soon."""
+    prefill = ("--sim-prefill-ms", "1000", "--max-num-batched-tokens", "256", "--sse-ping-interval-s", "0.1")
+    with serve("--executor", "sim", "--check-laws", "true", *prefill) as server:
+        yield Client(server.base_url)
+
+
+@pytest.mark.parametrize("moment", ["plain", "stream before its headers", "stream with its headers"])
+def test_abort_3_leaving_while_the_prompt_is_processed_stops_it(slow_prompt: Client, moment: str) -> None:
+    before = slow_prompt.metrics()
+    # A prompt of its own each time: what was computed of an abandoned one may be kept.
+    prompt = [1000 + len(moment)] * 6000
+    with OpenRequest(slow_prompt, {"prompt": prompt, "max_tokens": 10, "stream": moment != "plain"}) as one:
+        wait_until(lambda: running(slow_prompt) == 1, 5, "the prompt is being processed")
+        if moment == "stream with its headers":
+            one.wait_for_headers(within_s=4)
+            assert one.num_chunks == 0
+        elif moment == "plain":
             time.sleep(0.3)
-        client.assert_quiet(within_s=2.0)
-        samples = client.metrics()
-        assert total(samples, "vllm:prompt_tokens_total") == 0, "a prompt that did not end counts nothing"
-        assert total(samples, "vllm:generation_tokens_total") == 0
-        assert finished(samples, "abort") == 1
+    slow_prompt.assert_quiet(within_s=2.0)
+    after = slow_prompt.metrics()
+    for family in ("vllm:prompt_tokens_total", "vllm:generation_tokens_total"):
+        assert total(after, family) == total(before, family), "a prompt that did not end counts nothing"
+    assert finished(after, "abort") == finished(before, "abort") + 1
 
 
 def test_abort_3_leaving_while_the_real_model_works_on_a_long_prompt_stops_it(spec: Client) -> None:
@@ -222,39 +276,7 @@ def test_abort_4_a_round_is_counted_in_full_or_not_at_all(sim: Client) -> None:
     assert aborted > 0, "no client ever left in the middle of a round"
 
 
-# ---- ABORT-5: torch-spyre/sendnn-inference#492 ----
-
-
-def mixed_bodies(rng: random.Random, count: int) -> list[dict[str, Any]]:
-    """Half greedy, half sampled with min_tokens, a seed and log-probs; every prompt another one."""
-    bodies: list[dict[str, Any]] = []
-    for index in range(count):
-        body = {"prompt": f"{index}: {PAT}", "temperature": 0, "max_tokens": 200 if IS_LONG else 24}
-        if index % 2:
-            body |= {"temperature": 0.8, "seed": rng.randrange(2**31), "min_tokens": 50 if IS_LONG else 20}
-        bodies.append(body)
-    return bodies
-
-
-def test_abort_5_the_survivors_of_random_cancels_answer_as_alone(ref: Client, spec: Client) -> None:
-    rng = seeded("ABORT-5")
-    bodies = mixed_bodies(rng, 16 if IS_LONG else 8)
-    survivors = bodies[:: 2 if IS_LONG else 3]
-    with unharmed(spec):
-        before = spec.metrics()
-        victims = [body for body in bodies if body not in survivors] * (20 if IS_LONG else 2)
-        jobs: list[Callable[[], Any]] = [lambda body=body: answers(spec, [body])[0] for body in survivors]
-        delays = [rng.random() for _ in victims]
-        jobs += [lambda b=body, d=delay: leave_soon(spec, b, d) for body, delay in zip(victims, delays, strict=True)]
-        got = together(jobs, width=16)[: len(survivors)]
-        spec.assert_quiet(within_s=3.0 if IS_LONG else 2.0)
-        counted = increments(before, spec.metrics(), WIDTH)
-    assert counted.speculation.accepted > 0
-    wanted = answers(ref, survivors)
-    assert_same(got, wanted)
-
-
-def leave_soon(client: Client, body: dict[str, Any], after_s: float) -> None:
+def leave_soon(client: Client, body: dict[str, object], after_s: float) -> None:
     with OpenRequest(client, {**body, "stream": True, "logprobs": 1}):
         time.sleep(after_s)
 
