@@ -215,11 +215,11 @@ class FrontendMetrics:
         self._prompt.labels(*labels).observe(choice.prompt_tokens)
         self._computed.labels(*labels).observe(choice.prompt_tokens - choice.cached_tokens)
         self._generation.labels(*labels).observe(choice.generation_tokens)
-        if choice.time_per_token_s is not None:
-            self._time_per_token.labels(*labels).observe(choice.time_per_token_s, exemplar)
-            # The conventions measure successful answers only; vLLM's histogram has every end.
-            if self.otlp is not None and choice.reason in ("stop", "length"):
-                self.otlp.time_per_output_token(choice.operation, choice.time_per_token_s, trace)
+        # Every end is in every histogram, as vLLM has it: 0 stands for what an answer of one token or none does not have.
+        self._time_per_token.labels(*labels).observe(choice.time_per_token_s or 0.0, exemplar)
+        # The conventions measure successful answers only.
+        if self.otlp is not None and choice.time_per_token_s is not None and choice.reason in ("stop", "length"):
+            self.otlp.time_per_output_token(choice.operation, choice.time_per_token_s, trace)
 
     def request_ended(
         self,

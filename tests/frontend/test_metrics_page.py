@@ -190,6 +190,7 @@ def test_finished_choices_are_counted_with_their_times():
     }
     assert counts == {"stop": 1, "length": 0, "abort": 1, "error": 0}
     assert value(text, f"vllm:request_time_per_output_token_seconds_sum{LABELS}}}") == 0.25
+    assert value(text, f"vllm:request_time_per_output_token_seconds_count{LABELS}}}") == 2, "every end, as vLLM has it"
     assert value(text, f"vllm:request_inference_time_seconds_sum{LABELS}}}") == 1.5
     assert value(text, f"vllm:request_prefill_kv_computed_tokens_sum{LABELS}}}") == 16
 
