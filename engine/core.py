@@ -60,6 +60,12 @@ class Publisher(Protocol):
         when nobody is attached. Before the first step the wire is constructed with `Ledger.snapshot` (step_id 0).
         """
 
+    def announce_drain(self) -> None:
+        """Tell every frontend at once, in the middle of a step too, that this engine takes no new requests any more.
+
+        Callable from signal handlers and other threads. Frontends that attach later are told by their Hello.
+        """
+
     @property
     def refused_messages(self) -> int:
         """Messages refused since the epoch began: oversized, malformed, foreign."""
@@ -150,6 +156,7 @@ class EngineCore:
         """Take no new requests, finish the open ones, then end; what still runs after `timeout_s` is aborted."""
         self._drain_until_ns = self._now_ns() + int(timeout_s * 1e9)
         self.scheduler.is_draining = True
+        self.publisher.announce_drain()  # the next step may be seconds away
         self.inbox.wake()
 
     def _execute(self, plan: StepPlan) -> StepResult:

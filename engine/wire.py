@@ -18,6 +18,7 @@ import zmq
 
 from engine.door import Door
 from engine.handover import Mailbox, ProfileLine, Waker, WireFailure
+from engine.heartbeats import Heartbeats
 from engine.peers import Peer
 from engine.sequence import Arrival, Gone
 from engine.socket_path import check_socket_path
@@ -48,10 +49,6 @@ __all__ = ["Wire", "WireFailure"]
 logger = logging.getLogger(__name__)
 
 TICK_MS = int(HEARTBEAT_INTERVAL_S * 500)  # resolution of heartbeats and of silence; four wake-ups a second when idle
-HEARTBEAT_NS = int(HEARTBEAT_INTERVAL_S * 1e9)
-# Steps carry no clock anchor, and under constant load nothing else would be sent: at the drift of ordinary clocks
-# (100 ppm) an anchor of 10 s is 1 ms off, less than the spans that are placed by it.
-ANCHOR_NS = 10_000_000_000
 RECEIVE_BATCH = 256  # messages read before published steps get their turn again
 MAX_PENDING = 10_000  # messages of one frontend that the step thread has not taken; more and it is cut off
 LINGER_MS = 1_000  # how long closing waits for frontends to take their last messages
@@ -79,7 +76,7 @@ class Wire:
         self._attached: tuple[str, ...] = ()
         self._switchboard = _Switchboard(self, hello, clock_ns, Door(keys))
         self._thread = threading.Thread(target=self._run, name="wire", daemon=True)
-        self._is_closing = False
+        self._is_closing = self._is_draining = False
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     def start(self) -> None:
@@ -135,6 +132,10 @@ class Wire:
         self._outbox.append((outputs, snapshot))
         self._bell.ring()
 
+    def announce_drain(self) -> None:
+        self._is_draining = True
+        self._bell.ring()
+
     # ---- I/O thread ----
 
     def _run(self) -> None:
@@ -159,7 +160,7 @@ class _Switchboard:
         self._clock_ns = clock_ns
         self._peers: dict[str, Peer] = {}
         self._step_id, self._counters, self._load = hello.step_id, hello.counters, hello.load
-        self._last_sent_ns = self._last_beat_ns = clock_ns()
+        self._beats = Heartbeats(clock_ns(), clock_ns())
         self._refused_seen = 0
         self._socket_path: Path | None = None
         self._door = door
@@ -213,7 +214,7 @@ class _Switchboard:
         while outbox:
             outputs, snapshot = outbox.popleft()
             self._step_id, self._counters, self._load = snapshot.step_id, snapshot.counters, snapshot.load
-            self._last_sent_ns = self._clock_ns()
+            self._beats.stepped(self._clock_ns(), said_draining=snapshot.load.draining)
             empty: bytes | None = None
             for peer in list(self._peers.values()):
                 # A frontend that attached after the step was addressed gets it all the same: step ids have no gap.
@@ -223,7 +224,7 @@ class _Switchboard:
                 else:
                     payload = empty = empty or encode(snapshot)
                 if self._deliver(peer, payload):
-                    peer.sent(step.step_id, self._last_sent_ns)
+                    peer.sent(step.step_id, self._beats.last_sent_ns)
             self._update_paused()
         if was_backlogged:
             self._mailbox.touch()  # every frontend was paused; now none is for that reason
@@ -257,9 +258,9 @@ class _Switchboard:
                 reason = peer.verdict(now_ns)
                 if reason is not None:
                     self._cut_off(peer, reason)
-        if now_ns - self._last_sent_ns >= HEARTBEAT_NS or now_ns - self._last_beat_ns >= ANCHOR_NS:
-            self._last_sent_ns = self._last_beat_ns = now_ns
+        if self._beats.is_due(now_ns, is_draining=self._wire._is_draining):
             hello, load, now = self._hello, self._current_load(), _now(self._clock_ns)
+            self._beats.beat(now_ns, said_draining=load.draining)
             heartbeat = encode(Heartbeat(hello.engine_id, hello.epoch, self._step_id, self._counters, load, *now))
             for peer in list(self._peers.values()):
                 self._deliver(peer, heartbeat)
@@ -271,7 +272,8 @@ class _Switchboard:
         return Detached(self._hello.engine_id, self._hello.epoch, reason)
 
     def _current_load(self) -> Load:
-        return msgspec.structs.replace(self._load, frontends=len(self._peers), reporter=next(iter(self._peers), ""))
+        reporter, is_draining = next(iter(self._peers), ""), self._load.draining or self._wire._is_draining
+        return msgspec.structs.replace(self._load, frontends=len(self._peers), reporter=reporter, draining=is_draining)
 
     # ---- from frontends ----
 

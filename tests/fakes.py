@@ -81,6 +81,10 @@ class FakePublisher:
         self.snapshots: list[StepOutput] = []
         self.refused_messages = 0
         self.frontends_cut_off = 0
+        self.has_announced_drain = False
+
+    def announce_drain(self) -> None:
+        self.has_announced_drain = True
 
     def frontends(self) -> list[str]:
         return list(self.frontend_ids)

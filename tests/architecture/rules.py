@@ -23,6 +23,7 @@ ENGINE_LAYERS = {
     "engine.accounts": 1.1,
     "engine.handover": 1.1,
     "engine.peers": 1.1,
+    "engine.heartbeats": 1.1,
     "engine.recorder": 1.2,
     "engine.profiler": 1.2,
     "engine.socket_path": 1.2,

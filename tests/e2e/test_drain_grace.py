@@ -151,6 +151,17 @@ def test_behind_a_balancer_that_asks_for_ready_no_request_is_refused_when_a_fron
         assert served_after > 0, "it was sent requests that it would have refused without a grace"
 
 
+def test_an_engine_that_is_told_to_end_says_so_in_the_middle_of_a_step() -> None:
+    step_s = 8.0
+    with pair() as it, stream(it.client, num_steps=3, step_ms=1000 * step_s):  # the second step has just begun
+        with within_s(step_s / 2, "the news of the engine's end"):
+            it.engine.tell()
+            soon(lambda: ready(it.client) == 503, "no engine takes requests")
+        reason = requests.get(f"{it.client.base_url}/ready", timeout=5).json()["reason"]
+        assert reason.endswith("is shutting down"), "it drains, it is not lost"
+        assert refuses(it.client)
+
+
 def test_a_grace_longer_than_the_drain_is_refused_by_name() -> None:
     with started("frontend", "--drain-grace-s", "9", "--port", "0") as one:
         assert one.code() == 2

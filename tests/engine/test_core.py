@@ -227,6 +227,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
     engine.submit(1, max_tokens=10)
     engine.step()
     engine.core.drain(timeout_s=60)
+    assert engine.publisher.has_announced_drain, "frontends are told before the next step"
     engine.submit(2)
     assert engine.core.run() == 0
     assert engine.tokens(1) == plain_tokens((10, 11, 12), 1, 10)

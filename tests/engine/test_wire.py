@@ -13,9 +13,10 @@ import msgspec
 import pytest
 import zmq
 
+from engine.heartbeats import ANCHOR_NS, HEARTBEAT_NS
 from engine.peers import SILENT_NS, Peer
 from engine.sequence import Gone
-from engine.wire import ANCHOR_NS, HEARTBEAT_NS, Wire, WireFailure
+from engine.wire import Wire, WireFailure
 from protocol.codec import MAX_MESSAGE_BYTES, decode_from_engine, encode
 from protocol.endpoints import MAX_FRONTENDS, MAX_UNACKNOWLEDGED_STEPS
 from protocol.messages import (
@@ -35,7 +36,8 @@ from protocol.messages import (
 )
 from protocol.reasons import CloseReason, DetachReason
 from protocol.sampling import SamplingParams
-from tests.wiring import HandEngine, hand_engine, hello, tokens
+from tests.wiring import IDLE, HandEngine, hand_engine, hello, tokens
+from tests.wiring import step as step_of
 
 
 class Dealer:
@@ -326,6 +328,34 @@ def test_frontends_hear_the_engines_clocks_every_ten_seconds_of_constant_load(ad
                 beat = one.receive()
             assert isinstance(beat, Heartbeat)
             assert beat.monotonic_ns == now_ns[0] and abs(time.time_ns() - beat.wall_ns) < 10**10
+    finally:
+        wire.close()
+
+
+def test_a_drain_is_told_at_once_to_all_and_again_after_a_step_that_had_begun_before(address: str):
+    wire = Wire(address, hello(), lambda: 0)  # time stands still: no heartbeat is ever due for another reason
+    wire.start()
+    try:
+        with dealers(address, "a", "b", "c") as [one, two, late]:
+            one.attach()
+            two.attach()
+            engine = HandEngine(wire, hello().epoch)
+            wire.announce_drain()
+            for dealer in (one, two):
+                beat = dealer.receive()
+                assert isinstance(beat, Heartbeat) and beat.load.draining and beat.step_id == 0
+            assert late.attach().load.draining
+            engine.publish()  # its load is of before
+            step, beat = one.receive(), one.receive()
+            assert isinstance(step, StepOutput) and not step.load.draining
+            assert isinstance(beat, Heartbeat) and beat.load.draining and beat.step_id == 1
+            knowing = msgspec.structs.replace(IDLE, draining=True)
+            snapshot = msgspec.structs.replace(step_of(2), load=knowing)
+            wire.send(dict.fromkeys(wire.frontends(), snapshot), snapshot)
+            one.send(Fence(1))
+            step, reply = one.receive(), one.receive()
+            assert isinstance(step, StepOutput) and step.load.draining
+            assert isinstance(reply, FenceReply) and reply.load.draining, "nothing is said twice"
     finally:
         wire.close()
 
