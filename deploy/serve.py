@@ -46,7 +46,9 @@ ENGINE_DRAIN_S = 5.0  # its frontends have gone by then: of one that was killed,
 FRONTEND_STOP_MARGIN_S = 10.0
 READY_POLL_S = 0.1
 _ENGINE_OWN = ("listen", "allow_plaintext_tcp", "drain_timeout_s", "curve_key_file", "curve_client_keys", "alive_file")
-_FRONTEND_OWN = ("engine", "reuse_port", "drain_timeout_s", "curve_key_file", "curve_server_key_file")
+_FRONTEND_OWN = (
+    "engine", "allow_plaintext_tcp", "reuse_port", "drain_timeout_s", "curve_key_file", "curve_server_key_file",
+)  # fmt: skip
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.curve_keys import check_curve_options
-from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address, is_loopback
+from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address, stays_here
 from protocol.served_name import check_served_model_name
 
 NGRAM_OPTIONS = ("lookup_min", "lookup_max")
@@ -143,9 +143,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_listen_address(address: str, *, allow_plaintext_tcp: bool) -> None:
     """Raise ValueError for what is no address, and for one that others could read and write unencrypted."""
-    check_address(address)
-    host = address.partition("://")[2].rpartition(":")[0]
-    if not (address.startswith("ipc://") or is_loopback(host)) and not allow_plaintext_tcp:
+    if not stays_here(check_address(address)) and not allow_plaintext_tcp:
         raise ValueError(
             f"--listen {address} can be reached from other machines, and the wire is neither encrypted nor authenticated "
             "without keys: give --curve-key-file and --curve-client-keys (`drafthouse keys` makes them), use ipc:// or "

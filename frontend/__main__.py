@@ -66,7 +66,9 @@ def main() -> int:
 
 async def _run(config: FrontendConfig, text: Text, model_name: str, ring: KeyRing, curve: ClientKeys | None) -> int:
     metrics = FrontendMetrics(text.context_length)
-    settings = PoolSettings(split_addresses(config.engine), text.tokenizer.vocabulary_hash, model_name, curve)
+    settings = PoolSettings(
+        split_addresses(config.engine), text.tokenizer.vocabulary_hash, model_name, curve, config.allow_plaintext_tcp
+    )
     engines = EnginePool(settings, metrics)
     try:
         telemetry = start_telemetry(config, os.environ, metrics, lambda: engines.observed)

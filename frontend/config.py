@@ -5,13 +5,14 @@ Owns the option names, defaults and limits of the frontend; parsed once from fil
 in slices, by everything else in this package.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from protocol.curve_keys import check_curve_options
-from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, split_addresses
+from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, split_addresses, stays_here
 from protocol.served_name import check_served_model_name
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -29,6 +30,9 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: Annotated[
         str, Meta(description="address of the engine, or of several with commas; a DNS name means all its addresses")
     ] = DEFAULT_ENGINE_ADDRESS
+    allow_plaintext_tcp: Annotated[
+        bool, Meta(description="reach engines on other machines without encryption and without knowing who they are")
+    ] = False
     host: Annotated[str, Meta(description="interface to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="TCP port; 0 takes a free one")] = 8000
     reuse_port: Annotated[bool, Meta(description="share the port with other frontends (SO_REUSEPORT)")] = False
@@ -126,12 +130,15 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
     def __post_init__(self) -> None:
-        check_curve_options(
-            self.curve_key_file,
-            self.curve_server_key_file,
-            "--curve-server-key-file",
-            list(split_addresses(self.engine)),
+        addresses = split_addresses(self.engine)
+        has_curve = check_curve_options(
+            self.curve_key_file, self.curve_server_key_file, "--curve-server-key-file", list(addresses)
         )
+        if has_curve and self.allow_plaintext_tcp:
+            raise ValueError(
+                "--allow-plaintext-tcp and --curve-key-file contradict each other: with keys nothing is plain"
+            )
+        check_engine_addresses(addresses, allow_plaintext_tcp=self.allow_plaintext_tcp or has_curve)
         if self.drain_grace_s > self.drain_timeout_s:
             raise ValueError(
                 f"--drain-grace-s {self.drain_grace_s:g} is longer than --drain-timeout-s {self.drain_timeout_s:g}, of "
@@ -143,3 +150,14 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("host must not be empty")
         if self.served_model_name is not None:
             check_served_model_name(self.served_model_name)
+
+
+def check_engine_addresses(addresses: Sequence[str], *, allow_plaintext_tcp: bool) -> None:
+    """Raise ValueError for an engine to which prompts would go, and from which answers would come, unencrypted."""
+    outside = next((address for address in addresses if not stays_here(address)), None)
+    if outside is not None and not allow_plaintext_tcp:
+        raise ValueError(
+            f"--engine {outside} may lead to another machine, and the wire is neither encrypted nor authenticated without "
+            "keys: give --curve-key-file and --curve-server-key-file (`drafthouse keys` makes them), use ipc:// or "
+            "tcp://127.0.0.1, or say --allow-plaintext-tcp true"
+        )

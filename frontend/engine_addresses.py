@@ -11,6 +11,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from protocol.endpoints import is_loopback
+
 Resolve = Callable[[str, int], Awaitable[list[str]]]  # (name, port) -> IP addresses; raises OSError
 
 RESOLVE_TIMEOUT_S = 10.0
@@ -35,6 +37,9 @@ class Names:
 
     names: tuple[str, ...]
     resolve: Resolve
+    stay_here: bool = (
+        False  # only what is on this machine may be used: the wire is plain, and nobody allowed it elsewhere
+    )
     found: dict[str, tuple[str, ...]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)  # by name, of those that cannot be resolved now
 
@@ -56,6 +61,10 @@ class Names:
         except (OSError, UnicodeError) as error:
             self._failed(name, getattr(error, "strerror", None) or str(error))
         else:
+            outside = next((one for one in hosts if not is_loopback(one)), None)
+            if self.stay_here and outside is not None:
+                self._failed(name, f"it means {outside}, another machine, to which --allow-plaintext-tcp is not given")
+                return
             if self.failures.pop(name, None) is not None:
                 logger.info("engine name resolved again name=%s", name)
             self.found[name] = tuple(f"tcp://{f'[{one}]' if ':' in one else one}:{port}" for one in sorted(hosts))

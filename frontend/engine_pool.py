@@ -43,6 +43,7 @@ class PoolSettings:
     vocabulary_hash: str | None = None
     model_name: str | None = None
     curve: ClientKeys | None = None
+    allow_plaintext_tcp: bool = False  # without `curve`, to other machines too
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ class EnginePool:
     def __init__(self, settings: PoolSettings, metrics: FrontendMetrics, resolve: Resolve = resolve_by_system) -> None:
         self._settings = settings
         self._metrics = metrics
-        self._names = Names(tuple(address for address in settings.addresses if is_name(address)), resolve)
+        stay_here = settings.curve is None and not settings.allow_plaintext_tcp
+        self._names = Names(tuple(filter(is_name, settings.addresses)), resolve, stay_here)
         self._fixed = tuple(address for address in settings.addresses if not is_name(address))
         self._is_alone = len(settings.addresses) == 1 and not self._names.names
         self._members: dict[str, _Member] = {}  # by address

@@ -28,6 +28,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"  # any other name may mean anything
 
 
+def stays_here(address: str) -> bool:
+    """Whether only this machine can be at the other end of an engine's address. A name other than localhost is not known to."""
+    return address.startswith("ipc://") or is_loopback(address.partition("://")[2].rpartition(":")[0])
+
+
 def check_address(address: str) -> str:
     """Return `address` if ZeroMQ can bind or connect it here, else raise ValueError with a sentence."""
     if address.count("://") > 1:

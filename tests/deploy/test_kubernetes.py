@@ -154,8 +154,10 @@ def test_without_the_curve_component_the_wire_is_plain_because_it_is_said_and_wi
     rendered = render("components/curve")
     engine = parse(EngineConfig, [], rendered.environment("engine"), program="engine")
     frontend = parse(FrontendConfig, [], rendered.environment("frontend"), program="frontend")
+    plain_frontend = parse(FrontendConfig, [], render("base").environment("frontend"), program="frontend")
     assert (plain.allow_plaintext_tcp, plain.curve_key_file) == (True, None)
-    assert not engine.allow_plaintext_tcp
+    assert (plain_frontend.allow_plaintext_tcp, plain_frontend.curve_key_file) == (True, None)
+    assert not engine.allow_plaintext_tcp and not frontend.allow_plaintext_tcp
     # The names of the files are those that `drafthouse keys` makes.
     assert Path(engine.curve_key_file or "").name == "engine.key"
     assert Path(engine.curve_client_keys or "").name == "frontend.pub"

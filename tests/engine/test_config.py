@@ -83,6 +83,8 @@ def test_serve_takes_every_option_of_both_roles_but_what_it_decides_itself():
 def test_options_that_two_roles_share_have_one_type_and_default():
     engine, frontend = table(EngineConfig), table(FrontendConfig)
     shared = set(engine) & set(frontend)
-    assert shared == {"model", "served_model_name", "log_level", "log_format", "drain_timeout_s", "curve_key_file"}
+    assert shared == {
+        "model", "served_model_name", "log_level", "log_format", "drain_timeout_s", "curve_key_file", "allow_plaintext_tcp",
+    }  # fmt: skip
     for name in shared:
         assert engine[name].default == frontend[name].default

@@ -238,7 +238,7 @@ async def test_a_name_is_followed_and_kept_while_it_cannot_be_resolved(monkeypat
     def known() -> list[str]:
         return [status.address for status in pool.statuses]
 
-    async with pool_over("tcp://engine:5570", resolve=resolve) as pool:
+    async with pool_over("tcp://engine:5570", resolve=resolve, allow_plaintext_tcp=True) as pool:
         await soon(lambda: known() == ["tcp://10.0.0.1:5570", "tcp://10.0.0.2:5570"])
         answers["engine"] = OSError(-2, "Name or service not known")
         await soon(lambda: len(asked) > 4)
@@ -257,6 +257,23 @@ async def test_resolver_failures_are_logged_once(caplog):
     for _ in range(3):
         await names.refresh()
     assert caplog.text.count("engine name not resolved") == 1 and names.addresses() == ()
+
+
+async def test_a_name_that_means_another_machine_is_not_connected_to_in_the_clear_unless_that_is_allowed(monkeypatch):
+    monkeypatch.setattr(engine_client, "check_address", lambda address: address)
+    answer = ["127.0.0.1"]
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return list(answer)
+
+    async with pool_over("tcp://localhost:5570", resolve=resolve, allow_plaintext_tcp=False) as pool:
+        await soon(lambda: [status.address for status in pool.statuses] == ["tcp://127.0.0.1:5570"])
+        answer[:] = ["127.0.0.1", "10.0.0.1"]
+        await soon(lambda: "it means 10.0.0.1, another machine" in (pool.down_reason or ""))
+        assert "--allow-plaintext-tcp" in (pool.down_reason or "")
+        assert [status.address for status in pool.statuses] == ["tcp://127.0.0.1:5570"]
+    async with pool_over("tcp://localhost:5570", resolve=resolve, allow_plaintext_tcp=True) as pool:
+        await soon(lambda: len(pool.statuses) == 2)
 
 
 async def test_the_system_resolves_to_one_family():
