@@ -50,5 +50,10 @@ class AccessLogger(AbstractAccessLogger):
 
 def _route(request: web.BaseRequest) -> str:
     """The route's template; "none" for what matched no route or was no request at all."""
-    resource = request.match_info.route.resource if isinstance(request, web.Request) else None
+    if not isinstance(request, web.Request):
+        return "none"
+    try:
+        resource = request.match_info.route.resource
+    except (AssertionError, AttributeError):  # bytes that were no HTTP get a request that no router has seen
+        return "none"
     return "none" if resource is None else resource.canonical

@@ -149,6 +149,21 @@ async def test_an_access_line_has_the_route_not_the_path_and_no_header(lines: Li
     assert 5 <= int(words["bytes"]) < 1000 and 0 <= float(words["seconds"]) < 10
 
 
+async def test_bytes_that_are_no_http_have_an_access_line_and_no_traceback(lines: Lines, caplog):
+    app = web.Application()
+    app.router.add_get("/health", _answer)
+    server = TestServer(app)
+    await server.start_server(access_log=lines.logger, access_log_class=AccessLogger)
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    writer.write(b"GET /health secret HTTP/9.9\r\n\r\n")
+    assert b" 400 " in await reader.readline()
+    writer.close()
+    await server.close()
+    (line,) = lines.read()
+    assert " route=none status=400 " in line["message"] and "secret" not in line["message"]
+    assert not [record for record in caplog.records if "Unhandled exception" in record.getMessage()]
+
+
 async def test_an_access_line_of_a_traced_request_carries_its_trace(lines: Lines):
     traced, untraced = await _access_lines(lines, ("GET", "/v1/models/a?traced"), ("GET", "/v1/models/a"))
     assert traced["trace_id"] == TRACE and "trace_id" not in untraced
