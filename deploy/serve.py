@@ -5,6 +5,7 @@ is checked before anything starts. Keeping the processes alive is deploy.supervi
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -287,8 +288,9 @@ def _reachable(host: str) -> str:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    """To whoever reads it. A reader that left or a full disk must not cost a restart, or the end that a signal asked for."""
+    with contextlib.suppress(OSError):
+        os.write(sys.stdout.fileno(), f"{line}\n".encode())  # unbuffered: what was not written would fail again at exit
 
 
 if __name__ == "__main__":
