@@ -55,6 +55,7 @@ class Mechanism:
     max_draft_len: int
     sources: tuple[str, ...]
     unsupported_sampling: frozenset[str]
+    lookahead: int
     dtype: str
     device: str
     profiles: Profiles
@@ -86,6 +87,7 @@ def assemble(config: EngineConfig, on_progress: OnProgress, epoch: int) -> Engin
         eos_token_ids=frozenset(mechanism.eos_token_ids),
         unsupported_sampling=mechanism.unsupported_sampling,
         takes_scripts=config.executor == "sim",
+        lookahead=mechanism.lookahead,
         queue_timeout_ns=None if config.queue_timeout_s is None else int(config.queue_timeout_s * 1e9),
     )
     ledger = Ledger(
@@ -147,6 +149,7 @@ def _simulated(config: EngineConfig, files: ModelFiles, vocabulary: Vocabulary) 
         max_draft_len=config.max_draft_len,
         sources=("sim",) if config.max_draft_len else (),
         unsupported_sampling=frozenset(),
+        lookahead=0,
         dtype="none",
         device="none",
         profiles=NoProfiles(NO_MODEL),
@@ -169,8 +172,8 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if config.profile_dir is not None:
         quiet_kineto()
-    from engine.model_executor import ExecutorSettings, build_executor
-    from engine.speculation.registry import SpeculationSettings
+    from engine.construction import ExecutorSettings, build_executor
+    from engine.speculation.recipe import SpeculationSettings
 
     settings = ExecutorSettings(
         dtype=config.dtype,
@@ -194,6 +197,7 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
         max_draft_len=built.capabilities.max_draft_len,
         sources=built.capabilities.sources,
         unsupported_sampling=built.capabilities.unsupported_sampling,
+        lookahead=built.capabilities.lookahead,
         dtype=str(built.dtype).removeprefix("torch."),
         device=str(built.device),
         profiles=_profiles(config, built.executor, on_cuda=built.device.type == "cuda"),

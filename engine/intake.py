@@ -29,6 +29,7 @@ class PolicySettings:
     unsupported_sampling: frozenset[str] = frozenset()  # SamplingParams fields with which a row runs at k = 0
     takes_scripts: bool = False  # a simulated engine
     queue_timeout_ns: int | None = None  # longest wait for a first row; None: any
+    lookahead: int = 0  # tokens behind a position that the drafter's keys there depend on
 
     def __post_init__(self) -> None:
         capacity = self.capacity

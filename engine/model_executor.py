@@ -1,35 +1,27 @@
 """Mechanism: one step of the target model, from plan to result. The second of the two screens.
 
 Owns rows, drafting, the forward and the verdict, in this order and under one clock; never counts, never sees a request,
-never decides what runs. Called by `engine.core` through `engine.executor.Executor`; built by `build_executor`.
+never decides what runs. Called by `engine.core` through `engine.executor.Executor`; built by `engine.construction`.
 B = spans that sample.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from engine.accept import Verdict, accept, place_draft
 from engine.batch import Batch, BatchBuilder, Rows, RowState
-from engine.clock import DeviceClock, HostClock, PhaseClock
+from engine.clock import PhaseClock
 from engine.executor import DeviceFailure, Executor
-from engine.kv.pool import KVPool, KVShape
 from engine.logprobs import Logprobs, SpanVerdict, pack, token_logprobs, unpack, verdict_logprobs
-from engine.model.arch import ArchConfig, read_arch
-from engine.model.device import choose_device, choose_dtype, default_kv_tokens
-from engine.model.grouped import GroupedAttention
-from engine.model.weights import Progress, load_model
 from engine.plan import CHUNK_RESULT, RowCommit, Span, SpanResult, StepPlan, StepResult, failed_result
 from engine.runner import Runner, TargetOutput
 from engine.sampling import SamplingModel
 from engine.speculation.draft import Draft, empty_draft
-from engine.speculation.registry import SpeculationSettings
-from engine.speculation.registry import build as build_speculator
-from engine.speculation.speculator import Capabilities, CommittedSpan, DraftRow, Speculator
+from engine.speculation.speculator import CommittedSpan, DraftRow, Speculator
 from protocol.messages import Phase, TokenLogprobs
-from protocol.model_files import ModelFiles, read_eos_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -42,107 +34,6 @@ class _Drafted:
     lengths: tuple[int, ...]  # per span of the plan
     depths: tuple[int, ...]
     sources: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ExecutorSettings:
-    """A slice of the engine's options; names and `auto` as there."""
-
-    dtype: str = "auto"
-    device: str = "auto"
-    kv_cache_tokens: int | None = None
-    block_size: int = 16
-    max_num_seqs: int = 64
-    max_model_len: int | None = None
-    speculator: str = "none"
-    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
-
-
-@dataclass(frozen=True)
-class BuiltExecutor:
-    """An executor that is ready, and what was decided on the way: the engine's capacity comes from here."""
-
-    executor: "ModelExecutor"
-    arch: ArchConfig
-    device: torch.device
-    dtype: torch.dtype
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    capabilities: Capabilities
-    weight_bytes: int
-    kv_bytes: int
-
-
-def build_executor(files: ModelFiles, settings: ExecutorSettings, on_progress: Progress | None = None) -> BuiltExecutor:
-    """Load the model and make everything a step needs.
-
-    Raises `ModelFilesError` for files that cannot be used, ValueError naming the option that cannot work.
-    """
-    device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, device)
-    eos_token_ids = read_eos_token_ids(files)
-    arch = read_arch(files)
-    # Drafters of today run on the host: their drafts live there, so that reading lengths costs no device copy.
-    speculator = build_speculator(settings.speculator, settings.speculation, torch.device("cpu"), arch.vocab_size)
-    _refuse_long_context(settings, arch)
-    model = load_model(files, dtype, device, on_progress)
-    shape = KVShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, settings.block_size, dtype)
-    num_blocks = _num_blocks(settings, arch, shape, device, speculator.capabilities.max_draft_len)
-    max_model_len = _max_model_len(settings, arch, num_blocks)
-    pool = KVPool(shape, num_blocks, device)
-    runner = Runner(model, pool, GroupedAttention(pool, arch.num_heads), speculator.capabilities.taps)
-    sampling = SamplingModel(arch.vocab_size, eos_token_ids, device)
-    clock = DeviceClock() if device.type == "cuda" else HostClock()
-    return BuiltExecutor(
-        executor=ModelExecutor(runner, speculator, sampling, clock),
-        arch=arch,
-        device=device,
-        dtype=dtype,
-        num_blocks=num_blocks,
-        block_size=settings.block_size,
-        max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids,
-        capabilities=speculator.capabilities,
-        weight_bytes=model.weights.num_bytes,
-        kv_bytes=shape.bytes_per_token * num_blocks * settings.block_size,
-    )
-
-
-def _num_blocks(
-    settings: ExecutorSettings, arch: ArchConfig, shape: KVShape, device: torch.device, max_draft_len: int
-) -> int:
-    tokens = settings.kv_cache_tokens
-    if tokens is None:
-        longest = settings.max_model_len or arch.context_length
-        # float32 logits, their transformed copy and a float64 distribution of every verify row.
-        step_bytes = 16 * settings.max_num_seqs * (1 + max_draft_len) * arch.vocab_size
-        most_tokens = settings.max_num_seqs * (longest + settings.block_size)
-        tokens = default_kv_tokens(device, shape.bytes_per_token, settings.max_model_len or 0, most_tokens, step_bytes)
-        tokens += -tokens % settings.block_size if device.type == "cpu" else 0
-    if tokens < settings.block_size:
-        raise ValueError(f"--kv-cache-tokens {tokens} is less than one --block-size {settings.block_size}")
-    return tokens // settings.block_size
-
-
-def _refuse_long_context(settings: ExecutorSettings, arch: ArchConfig) -> None:
-    """Said before the weights are loaded, which takes seconds and most of the memory."""
-    asked, most = settings.max_model_len, settings.kv_cache_tokens
-    if asked is not None and asked > arch.context_length:
-        raise ValueError(f"--max-model-len {asked} exceeds the model's context of {arch.context_length} tokens")
-    if asked is not None and most is not None and asked > most:
-        raise ValueError(f"--max-model-len {asked} exceeds the KV cache of {most} tokens (--kv-cache-tokens)")
-
-
-def _max_model_len(settings: ExecutorSettings, arch: ArchConfig, num_blocks: int) -> int:
-    kv_tokens = num_blocks * settings.block_size
-    asked = settings.max_model_len
-    if asked is None:
-        return min(arch.context_length, kv_tokens)
-    if asked > kv_tokens:
-        raise ValueError(f"--max-model-len {asked} exceeds the KV cache of {kv_tokens} tokens (--kv-cache-tokens)")
-    return asked
 
 
 class ModelExecutor(Executor):
@@ -188,7 +79,11 @@ class ModelExecutor(Executor):
     # ---- OBSERVE: row changes ----
 
     def _settle(self, plan: StepPlan) -> None:
-        """Apply ends, begins and commits. A row whose change raises is broken; the others' changes still happen."""
+        """Apply commits, ends and begins. A row whose change raises is broken; the others' changes still happen."""
+        committed: list[CommittedSpan] = []
+        for commit in plan.commits:
+            self._guard(commit.row, self._commit, commit, committed)
+        self._observe(committed)
         for row in plan.ends:
             self._rows.end(row)
             self._broken.pop(row, None)
@@ -199,13 +94,21 @@ class ModelExecutor(Executor):
             self._guard(begin.row, self._rows.begin, begin)
             history = begin.token_ids
             self._guard(begin.row, self._speculator.begin, begin.row, history, begin.num_prompt_tokens)
-        for commit in plan.commits:
-            self._guard(commit.row, self._commit_and_observe, commit)
 
-    def _commit_and_observe(self, commit: RowCommit) -> None:
-        self._speculator.observe([self._commit(commit)])
+    def _observe(self, committed: Sequence[CommittedSpan]) -> None:
+        """One call for all rows, which a drafter with a model needs; row by row where that raises or on the host."""
+        if not self._speculator.capabilities.drafts_on_host and committed:
+            try:
+                self._speculator.observe(committed)
+            except Exception as error:  # the boundary of one row: which one is found below
+                if is_device_error(error):
+                    raise
+            else:
+                return
+        for span in committed:
+            self._guard(span.row, self._speculator.observe, [span])
 
-    def _commit(self, commit: RowCommit) -> CommittedSpan:
+    def _commit(self, commit: RowCommit, committed: list[CommittedSpan]) -> None:
         """Move accepted tree nodes, extend the history; what became permanent are the positions newly computed."""
         state = self._rows.commit(commit)
         span, taps = state.last_span, state.taps
@@ -219,7 +122,16 @@ class ModelExecutor(Executor):
                 taps = taps[kept]
         state.last_span = state.taps = None
         token_ids = state.token_ids[span.start : commit.num_computed]
-        return CommittedSpan(commit.row, span.start, token_ids, None if taps is None else taps[: len(token_ids)])
+        committed.append(
+            CommittedSpan(
+                row=commit.row,
+                start=span.start,
+                token_ids=token_ids,
+                next_token_id=state.token_ids[commit.num_computed],
+                block_ids=span.block_ids,
+                taps=None if taps is None else taps[: len(token_ids)],
+            )
+        )
 
     def _guard(self, row: int, change: Callable[..., object], *arguments: object) -> None:
         """Run one row change; when it raises, the row is broken and its spans fail with the reason."""
@@ -327,7 +239,15 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def _draft_row(span: Span, state: RowState) -> DraftRow:
-    return DraftRow(span.row, state.token_ids, span.budget, state.num_prompt_tokens, state.params)
+    return DraftRow(
+        row=span.row,
+        token_ids=state.token_ids,
+        budget=span.budget,
+        num_prompt_tokens=state.num_prompt_tokens,
+        sampling=state.params,
+        seed=state.sampling.seed,
+        block_ids=span.block_ids,
+    )
 
 
 def _depth(parents: Sequence[int]) -> int:

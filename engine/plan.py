@@ -45,7 +45,7 @@ class RowBegin(_Data, frozen=True):
 
 
 class RowCommit(_Data, frozen=True):
-    """What the previous step made permanent for a row that goes on."""
+    """What the previous step made permanent for a row."""
 
     row: int
     token_ids: tuple[int, ...]  # appended to the row's history; empty for a prompt chunk
@@ -69,12 +69,16 @@ class Span(_Data, frozen=True):
 
 
 class StepPlan(_Data, frozen=True):
-    """Everything an executor needs for one step, in the order it applies it: ends, begins, commits, spans."""
+    """Everything an executor needs for one step, in the order it applies it: commits, ends, begins, spans.
+
+    What a row committed is told even when the row ends with it: its blocks may be in the prefix cache, and there a
+    tree's nodes must be in order and a drafter's keys must be where the target's are.
+    """
 
     step_id: int
     ends: tuple[int, ...]  # rows whose sequence finished, was aborted or preempted
     begins: tuple[RowBegin, ...]
-    commits: tuple[RowCommit, ...]
+    commits: tuple[RowCommit, ...]  # of the rows as they were before `ends`
     spans: tuple[Span, ...]
 
     def only(self, span: Span) -> "StepPlan":

@@ -40,7 +40,7 @@ class Scheduler:
         self._now_ns = now_ns
         self._draw_seed = draw_seed
         self._draft_limits = DraftLimits(settings.max_draft_len, settings.max_len, settings.unsupported_sampling)
-        self._cache = KVCache(capacity.num_blocks, capacity.block_size, capacity.prefix_caching)
+        self._cache = KVCache(capacity.num_blocks, capacity.block_size, capacity.prefix_caching, settings.lookahead)
         # Blocks an admission leaves free, so that running rows can grow before somebody is preempted again.
         self._spare_blocks = max(1, capacity.num_blocks // 100)
         self.rows: dict[int, Sequence] = {}
@@ -274,16 +274,15 @@ class Scheduler:
                 continue  # its Close is in the inbox and comes first in the next step
             if item.outcome is Outcome.RETRACTED:
                 self._retract(sequence)
-            elif item.outcome is Outcome.FINISHED:
-                self._finish(item)
-            else:
+                continue
+            if item.samples or item.outcome is Outcome.ADVANCED:
                 self._advance(item)
-                row = sequence.row
-                assert row is not None  # narrowing: it just ran
-                self._commits[row] = RowCommit(row, item.token_ids, sequence.num_computed, item.path)
+            if item.outcome is Outcome.FINISHED:
+                self._remove(sequence.key)
 
     def _advance(self, item: Committed) -> None:
-        sequence = item.sequence
+        sequence, row = item.sequence, item.sequence.row
+        assert row is not None  # narrowing: it just ran
         if item.samples:
             # The root is the last token; its KV comes with the next span.
             sequence.num_computed = len(sequence.token_ids) - 1
@@ -292,16 +291,12 @@ class Scheduler:
             sequence.num_computed = item.end
         sequence.num_seen = max(sequence.num_seen, sequence.num_computed)
         self._cache.commit(sequence)
+        self._commits[row] = RowCommit(row, item.token_ids, sequence.num_computed, item.path)
         if item.samples and not sequence.is_prompt_done:
             sequence.is_prompt_done = True
             for child in self._followers.pop(sequence.key, ()):
                 self._cache.fork(sequence, child)
                 self._waiting.add(child)
-
-    def _finish(self, item: Committed) -> None:
-        if item.samples:
-            self._advance(item)
-        self._remove(item.sequence.key)
 
     def _retract(self, sequence: Sequence) -> None:
         if sequence.sim is not None:
@@ -335,7 +330,6 @@ class Scheduler:
         sequence.row = None
         del self.rows[row]
         self._running.remove(sequence)
-        self._commits.pop(row, None)
         self._ends.append(row)
         heapq.heappush(self._free_rows, row)
 

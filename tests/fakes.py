@@ -138,6 +138,9 @@ class FakeExecutor(Executor):
         return StepResult(results, PhaseTimes(((0, 0), (10, 20), (20, 90), (90, 100)), False), bool(results), 0)
 
     def _apply(self, plan: StepPlan) -> None:
+        for commit in plan.commits:
+            self.history[commit.row].extend(commit.token_ids)
+            self.computed[commit.row] = commit.num_computed
         for row in plan.ends:
             del self.rows[row], self.history[row], self.computed[row]
         for begin in plan.begins:
@@ -145,9 +148,6 @@ class FakeExecutor(Executor):
             self.rows[begin.row] = begin
             self.history[begin.row] = list(begin.token_ids)
             self.computed[begin.row] = -1  # the first span says what the prefix cache gave
-        for commit in plan.commits:
-            self.history[commit.row].extend(commit.token_ids)
-            self.computed[commit.row] = commit.num_computed
         assert len({span.row for span in plan.spans}) == len(plan.spans), "a row has two spans"
 
     def _run(self, span: Span) -> SpanResult:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.accounts import EngineIdentity
+from engine.construction import ExecutorSettings, build_executor
 from engine.core import EngineCore
 from engine.executor import Executor
 from engine.intake import PolicySettings
@@ -21,10 +22,9 @@ from engine.model.decoder import DecoderModel, ForwardInput
 from engine.model.device import choose_device, choose_dtype
 from engine.model.grouped import GroupedAttention
 from engine.model.weights import load_model
-from engine.model_executor import ExecutorSettings, build_executor
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler
-from engine.speculation.registry import SpeculationSettings
+from engine.speculation.recipe import SpeculationSettings
 from engine.speculation.speculator import Speculator
 from protocol.counters import Counters
 from protocol.messages import Capacity, Close, Finish, Load, SequenceOutput, Submit, TokenLogprobs
@@ -117,6 +117,7 @@ class InProcessEngine:
             built.arch.vocab_size,
             frozenset(built.eos_token_ids),
             self.capabilities.unsupported_sampling,
+            lookahead=self.capabilities.lookahead,
         )
         ledger = Ledger(EngineIdentity("0", 7), width, num_sources, clock, check_laws=True)
         self.scheduler = Scheduler(policy, ledger, clock, _no_seed)

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from engine.speculation.oracle import OracleSpeculator
-from engine.speculation.registry import SpeculationSettings, names
+from engine.speculation.recipe import SpeculationSettings
+from engine.speculation.registry import names
 from protocol.counters import Counters
 from protocol.messages import Submit, TokenLogprobs
 from protocol.reasons import FinishReason

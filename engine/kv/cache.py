@@ -12,11 +12,16 @@ from engine.sequence import Sequence
 
 
 class KVCache:
-    """All KV blocks of one engine. Lengths are in tokens."""
+    """All KV blocks of one engine. Lengths are in tokens.
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool) -> None:
+    `lookahead`: how many tokens behind a position the drafter's keys there depend on. A cached block is shared only when
+    that many tokens behind it are equal too.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool, lookahead: int = 0) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self._lookahead = lookahead
         self._index = PrefixIndex(block_size)
         self._blocks = BlockAllocator(num_blocks, block_size, self._index.forget)
 
@@ -43,7 +48,7 @@ class KVCache:
         found: tuple[int, ...] = ()
         node = ROOT
         if not sequence.block_ids and self.can_read(sequence):
-            found, node = self._index.match(sequence.token_ids, (length - 1) // self.block_size)
+            found, node = self._match(sequence)
             self._blocks.share(found)
         held = sequence.block_ids or found
         missing = self._blocks.blocks_for(length) - len(held)
@@ -83,7 +88,7 @@ class KVCache:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give the child the parent's full blocks of their common prompt, all but the prompt's last token at most."""
-        num_blocks = (child.num_prompt - 1) // self.block_size
+        num_blocks = max(0, child.num_prompt - max(1, self._lookahead)) // self.block_size
         child.block_ids = parent.block_ids[:num_blocks]
         child.num_computed = num_blocks * self.block_size
         self._blocks.share(child.block_ids)
@@ -98,6 +103,14 @@ class KVCache:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise `IntegrityError` unless `sequences` (all that live) hold exactly the blocks that are held."""
         self._blocks.check_integrity((s.block_ids for s in sequences), self._index.cached_blocks())
+
+    def _match(self, sequence: Sequence) -> tuple[tuple[int, ...], int]:
+        """Block ids of the longest prefix that may be shared, and its node."""
+        found, node = self._index.match(sequence.token_ids, (len(sequence.token_ids) - 1) // self.block_size)
+        if self._lookahead and found:
+            num_blocks = max(0, len(found) * self.block_size - self._lookahead) // self.block_size
+            found, node = self._index.match(sequence.token_ids, num_blocks)
+        return found, node
 
     def _make_findable(self, sequence: Sequence) -> None:
         size = self.block_size

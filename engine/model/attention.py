@@ -35,18 +35,30 @@ class Pages(Protocol):
 class SpanLayout:
     """One row's tokens of a step: queries at slots start, start + 1, ... that see all before them.
 
-    `parents` makes the tokens behind the first a tree: token 1 + i is node i, its parent is node parents[i] (-1: the
-    first token), and it sees the context, the first token, its ancestors and itself. None: a chain, plain causality.
+    `parents` makes the tokens behind a root a tree: slot root + 1 + i is node i, its parent is node parents[i] (-1: the
+    root), and it sees what is before the root, the root, its ancestors and itself. None: a chain, plain causality. The
+    root is the span's first token, or lies before it when the first nodes were computed in an earlier call.
     """
 
     start: int
     num_tokens: int
     block_ids: tuple[int, ...]  # cover slots 0 .. start + num_tokens - 1
-    parents: tuple[int, ...] | None = None
+    parents: tuple[int, ...] | None = None  # of every node up to the span's last
+    root: int | None = None  # slot, at most `start`; None: `start`
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def tree_start(self) -> int:
+        """The root's slot."""
+        return self.start if self.root is None else self.root
+
+    def tree_mask(self) -> torch.Tensor:
+        """bool [num_tokens, end - tree_start]: what each token sees of the root and the nodes."""
+        assert self.parents is not None
+        return ancestor_mask(self.parents)[self.start - self.tree_start :]
 
 
 def ancestor_mask(parents: Sequence[int]) -> torch.Tensor:
@@ -102,5 +114,5 @@ class ReferenceAttention(PagedAttention[tuple[SpanLayout, ...]]):
         """bool [num_tokens, end]."""
         visible = torch.ones(span.num_tokens, span.end, dtype=torch.bool).tril(span.start)
         if span.parents is not None:
-            visible[:, span.start :] = ancestor_mask(span.parents)
+            visible[:, span.tree_start :] = span.tree_mask()
         return visible

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
 
-from engine.model.attention import PagedAttention, Pages, SpanLayout, ancestor_mask
+from engine.model.attention import PagedAttention, Pages, SpanLayout
 
 MAX_GROUPED_TOKENS = 32  # spans longer than this run alone: padding others to them would waste more than calls cost
 TILE_TOKENS = 256
@@ -154,9 +154,9 @@ class GroupedAttention(PagedAttention[GroupedLayout]):
         visible = torch.arange(context) <= last_visible[:, :, None]  # [B, Q, L]
         for row, piece in enumerate(pieces):
             if piece.span.parents is not None:
-                tree = ancestor_mask(piece.span.parents)[piece.first : piece.first + piece.num_tokens]
-                width = piece.context - piece.span.start
-                visible[row, : piece.num_tokens, piece.span.start : piece.context] = tree[:, :width]
+                tree = piece.span.tree_mask()[piece.first : piece.first + piece.num_tokens]
+                width = piece.context - piece.span.tree_start
+                visible[row, : piece.num_tokens, piece.span.tree_start : piece.context] = tree[:, :width]
         mask = torch.zeros(visible.shape, dtype=self.pool.keys.dtype).masked_fill_(~visible, -torch.inf)
         return mask.to(self.pool.keys.device, non_blocking=True).repeat(1, self._repeats, 1).unsqueeze(1)
 

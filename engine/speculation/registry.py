@@ -1,41 +1,35 @@
-"""The drafters by name. A new drafter is one line of `_FACTORIES`, and the conformance tests find it there.
+"""The drafters by name. A new drafter is one line of `_RECIPES`, and the conformance tests find it there.
 
 Owns the table and the start-up checks of its settings. Called once, while an engine is being built.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
 from engine.speculation.ngram import DEFAULT_NUM_DRAFT_TOKENS, NgramSpeculator
-from engine.speculation.speculator import NoSpeculator, Speculator
+from engine.speculation.recipe import Ready, Recipe, SpeculationSettings, TargetFacts
+from engine.speculation.speculator import NoSpeculator
 
 MAX_NUM_DRAFT_TOKENS = 64
 
 
-@dataclass(frozen=True)
-class SpeculationSettings:
-    """What a user may say about drafting, whichever drafter reads it."""
+def prepare(name: str, settings: SpeculationSettings, facts: TargetFacts) -> Recipe:
+    """The named drafter for this target, checked but not built.
 
-    num_draft_tokens: int | None = None  # None: the drafter's own default
-    lookup_min: int = 2
-    lookup_max: int = 4
-
-
-def build(name: str, settings: SpeculationSettings, device: torch.device, vocab_size: int) -> Speculator:
-    """The named speculator. Raises ValueError with a sentence naming the option that cannot work."""
-    factory = _FACTORIES.get(name)
-    if factory is None:
+    Raises ValueError with a sentence naming the option that cannot work, `ModelFilesError` for files that cannot be used.
+    """
+    recipe = _RECIPES.get(name)
+    if recipe is None:
         raise ValueError(f"--speculator {name!r} is not known; known speculators are {', '.join(names())}")
     _check(settings)
-    return factory(settings, device, vocab_size)
+    return recipe(settings, facts)
 
 
 def names() -> tuple[str, ...]:
     """Every registered name, in the order of the table."""
-    return tuple(_FACTORIES)
+    return tuple(_RECIPES)
 
 
 def _check(settings: SpeculationSettings) -> None:
@@ -50,18 +44,18 @@ def _check(settings: SpeculationSettings) -> None:
         )
 
 
-def _no_speculator(settings: SpeculationSettings, device: torch.device, vocab_size: int) -> Speculator:
-    return NoSpeculator(device)
+def _none(settings: SpeculationSettings, facts: TargetFacts) -> Recipe:
+    return Ready(NoSpeculator(torch.device("cpu")))
 
 
-def _ngram(settings: SpeculationSettings, device: torch.device, vocab_size: int) -> Speculator:
+def _ngram(settings: SpeculationSettings, facts: TargetFacts) -> Recipe:
     num_draft_tokens = settings.num_draft_tokens or DEFAULT_NUM_DRAFT_TOKENS
-    return NgramSpeculator(num_draft_tokens, settings.lookup_min, settings.lookup_max, vocab_size)
+    return Ready(NgramSpeculator(num_draft_tokens, settings.lookup_min, settings.lookup_max, facts.vocab_size))
 
 
-_FACTORIES: Mapping[str, Callable[[SpeculationSettings, torch.device, int], Speculator]] = MappingProxyType(
+_RECIPES: Mapping[str, Callable[[SpeculationSettings, TargetFacts], Recipe]] = MappingProxyType(
     {
-        "none": _no_speculator,
+        "none": _none,
         "ngram": _ngram,
     }
 )

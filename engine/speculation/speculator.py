@@ -21,9 +21,10 @@ class Capabilities:
     max_draft_len: int  # W
     sources: tuple[str, ...]  # names behind Draft.sources
     tree: bool = False
-    drafts_on_host: bool = False  # needs the committed tokens on the host
+    drafts_on_host: bool = False  # needs the committed tokens on the host; hears of one row per call
     gives_probs: bool = False
     taps: tuple[int, ...] = ()  # hidden-state indices of the target it reads
+    lookahead: int = 0  # tokens behind a position that the drafter's own keys there depend on (EAGLE: 1)
     unsupported_sampling: frozenset[str] = frozenset()  # SamplingParams fields with which a row runs at k = 0
 
 
@@ -36,6 +37,8 @@ class DraftRow:
     budget: int  # most tokens to propose, >= 1
     num_prompt_tokens: int
     sampling: SamplingParams
+    seed: int = 0  # of the sequence, in [0, 2**63)
+    block_ids: tuple[int, ...] = ()  # cover the positions of the root and of `budget` tokens behind it
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class CommittedSpan:
     row: int
     start: int
     token_ids: Sequence[int]
+    next_token_id: int  # the token behind them, which the target has not run yet: the root, or the prompt goes on
+    block_ids: tuple[int, ...]  # cover these positions; the drafter's own keys and values live under the same ids
     taps: torch.Tensor | None  # [len(token_ids), len(capabilities.taps), hidden], when taps are asked for
 
 
@@ -61,7 +66,11 @@ class Speculator(ABC):
         """Draft at most `budget` tokens per row (0 is always legal); Draft's B follows `rows`. May be called with no rows."""
 
     def observe(self, spans: Sequence[CommittedSpan]) -> None:
-        """Hear of committed tokens: prompt chunks and rounds, in order, each exactly once."""
+        """Hear of committed tokens: prompt chunks and rounds, in order, each once; before a row's `end`, the last too.
+
+        A drafter on the device hears of all rows in one call. When that raises it hears of them again one by one, so that
+        only the guilty row fails: what it keeps per position and row it must be able to write twice.
+        """
 
     def end(self, row: int) -> None:
         """The row's sequence finished, was aborted or preempted: drop its state."""

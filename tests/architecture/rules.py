@@ -48,11 +48,13 @@ ENGINE_LAYERS = {
     "engine.logprobs": 4.1,
     # drafters
     "engine.speculation.speculator": 5,
+    "engine.speculation.recipe": 5.1,
     "engine.speculation.": 6,
     "engine.speculation.registry": 6.1,
     # mechanism
     "engine.executor": 7,
     "engine.model_executor": 8,
+    "engine.construction": 8.1,
     "engine.simulate": 8,
     # policy
     "engine.ledger": 9,
@@ -96,6 +98,7 @@ FRONTEND_LAYERS = {
     "frontend.streams": 1.8,
     "frontend.retry": 1.9,
     "frontend.engine_addresses": 1.9,
+    "frontend.joint_limits": 1.9,
     "frontend.routing": 1.9,
     "frontend.attachment": 1.9,
     "frontend.handshake": 1.9,

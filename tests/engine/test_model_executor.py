@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.construction import BuiltExecutor, ExecutorSettings, build_executor
 from engine.executor import DeviceFailure
-from engine.model_executor import BuiltExecutor, ExecutorSettings, ModelExecutor, build_executor
+from engine.model_executor import ModelExecutor
 from engine.plan import RowBegin, RowCommit, Span, SpanKind, SpanResult, StepPlan, StepResult
 from engine.speculation.draft import Draft, empty_draft
 from engine.speculation.speculator import Capabilities, CommittedSpan, DraftRow, Speculator

@@ -182,6 +182,38 @@ def test_tree_nodes_see_their_ancestors_only(tmp_path: Path, kind: str):
         assert_close(logits[1 + node], expected_logits(oracle, context + path[::-1])[-1])
 
 
+@pytest.mark.parametrize("kind", ["reference", "grouped"])
+def test_a_tree_grown_level_by_level_is_the_tree_at_once(tmp_path: Path, kind: str):
+    """Later levels are queries behind nodes that are in the pool already; rows of other shapes run next to them."""
+    directory = write_tiny_model(tmp_path, "llama", seed=19)
+    model = load(directory)
+    context, nodes, parents = prompt(21, seed=5), prompt(6, seed=6), (-1, -1, 0, 0, 1, 4)
+    positions = [20, 21, 21, 22, 22, 22, 23]
+    blocks = (4, 2, 0, 1)
+
+    def feed(attention, first, last, with_neighbour):
+        tokens = [context[-1], *nodes][first:last]
+        slots = [attention.pool.slot(blocks, slot) for slot in range(20 + first, 20 + last)]
+        layouts = [SpanLayout(20 + first, last - first, blocks, parents[: last - 1], root=20)]
+        place = positions[first:last]
+        if with_neighbour:
+            tokens, place = [*tokens, 7, 8, 9], [*place, 0, 1, 2]
+            slots, layouts = (
+                [*slots, *(attention.pool.slot((5,), slot) for slot in range(3))],
+                [*layouts, SpanLayout(0, 3, (5,))],
+            )
+        step = ForwardInput(torch.tensor(tokens), torch.tensor(place), torch.tensor(slots))
+        return model.forward(step, attention, attention.layout(layouts))[0][: last - first]
+
+    states = []
+    for levels in ([(0, 7)], [(0, 1), (1, 3), (3, 6), (6, 7)], [(0, 3), (3, 7)]):
+        attention = make_attention(kind, make_pool(model), model)
+        run(model, attention, [(context[:-1], SpanLayout(0, 20, blocks))])
+        states.append(torch.cat([feed(attention, *level, with_neighbour=len(levels) > 1) for level in levels]))
+    assert_close(states[1], states[0])
+    assert_close(states[2], states[0])
+
+
 def test_ancestor_mask_of_a_small_tree():
     assert ancestor_mask((-1, 0, -1)).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
 

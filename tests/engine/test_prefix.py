@@ -107,6 +107,24 @@ def test_only_computed_full_blocks_are_found() -> None:
     assert cache.admit(sequence([1, 2, 3, 4, 5, 6, 7, 8, 9], 2), 0) == 4
 
 
+def test_a_drafter_that_looks_ahead_shares_only_blocks_whose_following_tokens_are_equal() -> None:
+    cache = KVCache(12, 4, prefix_caching=True, lookahead=1)
+    first = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert cache.admit(first, 0) == 0
+    compute(cache, first, 9)
+    assert cache.admit(sequence([1, 2, 3, 4, 5, 6, 7, 8, 20], 2), 0) == 4, "the second block's keys depend on the 9"
+    assert cache.admit(sequence([1, 2, 3, 4, 5, 30], 3), 0) == 0, "nothing says that a 5 follows the only equal block"
+    fork = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9], 5)
+    cache.fork(first, fork)
+    assert fork.num_computed == 8, "a fork knows its own next token"
+    wide = KVCache(12, 4, prefix_caching=True, lookahead=3)
+    parent, child = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9]), sequence([1, 2, 3, 4, 5, 6, 7, 8, 9], 2)
+    assert wide.admit(parent, 0) == 0
+    compute(wide, parent, 9)
+    wide.fork(parent, child)
+    assert child.num_computed == 4
+
+
 def test_cache_is_not_read_when_prompt_logprobs_are_asked_or_caching_is_off() -> None:
     cache = KVCache(8, 4, prefix_caching=True)
     first = sequence([1, 2, 3, 4, 5])

@@ -357,6 +357,21 @@ def test_rows_change_hands_exactly_once_per_life() -> None:
     assert engine.fake.rows == {}
 
 
+def test_what_a_row_committed_is_told_even_when_it_ends_with_it() -> None:
+    """The next plan has the commit before the end: the row's blocks are in the prefix cache already."""
+    engine = Engine(max_num_seqs=1)
+    engine.submit(1, range(10, 20), max_tokens=1)
+    engine.submit(2, range(30, 40), max_tokens=3)
+    engine.run_dry()
+    engine.step()
+    told = [(plan.commits, plan.ends, plan.begins) for plan in engine.fake.plans if plan.ends]
+    assert len(told) == 2
+    commits, ends, begins = told[0]
+    assert [commit.row for commit in commits] == list(ends) == [begin.row for begin in begins] == [0]
+    assert (commits[0].num_computed, len(commits[0].token_ids)) == (10, 1)
+    assert told[1][0][0].num_computed == 12, "the last token has no keys"
+
+
 def test_prompt_logprobs_are_asked_of_the_first_life_of_child_0_only() -> None:
     engine = Engine()
     engine.submit(1, range(10, 19), n=2, prompt_logprobs=2)

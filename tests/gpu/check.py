@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.plan import StepPlan
 from engine.speculation.oracle import OracleSpeculator
-from engine.speculation.registry import SpeculationSettings
+from engine.speculation.recipe import SpeculationSettings
 from protocol.messages import Submit
 from tests.inprocess import Drafter, InProcessEngine, Logits, Shape
 from tests.lossless import (

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from engine.speculation.registry import SpeculationSettings
+from engine.speculation.recipe import SpeculationSettings
 from tests.gpu import check as gpu
 from tests.inprocess import Answer, Drafter, Logits, Shape
 from tests.lossless import Plain, Scenario, assert_equal, request, traffic

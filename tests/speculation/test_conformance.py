@@ -13,9 +13,11 @@ import torch
 
 from engine.sampling import SamplingModel
 from engine.speculation.oracle import OracleSpeculator, ScriptedSpeculator
-from engine.speculation.registry import SpeculationSettings, build, names
+from engine.speculation.recipe import SpeculationSettings
+from engine.speculation.registry import names
 from engine.speculation.speculator import DraftRow, Speculator
 from protocol.sampling import SamplingParams
+from tests.speculation.on_host import speculator_on_host
 from tests.speculation.reference import HOST, ToyTarget, generate
 from tests.speculation.toy_engine import Run, ToyEngine
 
@@ -62,7 +64,7 @@ def speculator_of(name: str, runs: list[Run]) -> Speculator:
         return OracleSpeculator(truths, WIDTH, VOCAB, is_right=name == "right")
     if name == "scripted":
         return ScriptedSpeculator(lambda history: (TARGET.logits(history) * 0.5).softmax(dim=0), WIDTH, VOCAB, seed=3)
-    return build(name, SpeculationSettings(WIDTH, lookup_min=1, lookup_max=3), HOST, VOCAB)
+    return speculator_on_host(name, SpeculationSettings(WIDTH, lookup_min=1, lookup_max=3), VOCAB)
 
 
 every_speculator = pytest.mark.parametrize("name", [*names(), *ORACLES])

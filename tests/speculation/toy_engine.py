@@ -24,6 +24,7 @@ class Run:
     row: int | None = None
     output: list[int] = field(default_factory=list)
     is_finished: bool = False
+    computed: int = 0  # positions whose tokens the drafter heard of or will
     drafts: bool = False  # its last forward left a root to draft behind
     drafted: int = 0
     accepted: int = 0
@@ -51,15 +52,15 @@ class ToyEngine:
         self._pending: list[CommittedSpan] = []
 
     def begin(self, run: Run, row: int) -> None:
-        run.row, run.drafts = row, False
+        run.row, run.drafts, run.computed = row, False, 0
         self._runs[row] = run
         self._states[row] = SamplingState(run.params, run.seed, run.history, len(run.prompt), self.model)
         self.speculator.begin(row, tuple(run.history), len(run.prompt))
-        self._pending.append(CommittedSpan(row, 0, tuple(run.history), None))
 
     def end(self, run: Run) -> None:
-        """Finished, aborted or preempted: what was not observed yet never is."""
+        """Finished, aborted or preempted: what it committed is told first."""
         assert run.row is not None
+        self.speculator.observe([span for span in self._pending if span.row == run.row])
         self._pending = [span for span in self._pending if span.row != run.row]
         self.speculator.end(run.row)
         del self._runs[run.row], self._states[run.row]
@@ -112,16 +113,16 @@ class ToyEngine:
                 run.is_finished = True
                 break
         assert run.row is not None
-        start = len(run.history)
         run.drafted, run.accepted, run.rounds = run.drafted + drafted, run.accepted + accepted, run.rounds + 1
         run.cut += accepted + 1 - len(new)
         run.output += new
         run.drafts = True
+        history, start, run.computed = run.history, run.computed, len(run.history) - 1
+        self._pending.append(CommittedSpan(run.row, start, tuple(history[start:-1]), history[-1], (), None))
         if run.is_finished:
             self.end(run)
-            return
-        self._states[run.row].commit(new)
-        self._pending.append(CommittedSpan(run.row, start, tuple(new), None))
+        else:
+            self._states[run.row].commit(new)
 
 
 def check_contract(draft: Draft, asked: Sequence[DraftRow], speculator: Speculator, vocab_size: int) -> None:

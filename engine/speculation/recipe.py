@@ -1,0 +1,85 @@
+"""What a drafter is made from: the user's settings, the target, and the steps from one to the other.
+
+Owns the values that pass between the registry, the executor's construction and a drafter; makes nothing itself. A recipe
+is written before any weights are loaded, so that options and files that cannot work are refused at once and the memory a
+drafter needs is known while the KV cache is sized.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.kv.pool import KVShape
+from engine.model.arch import ArchConfig
+from engine.model.decoder import DecoderModel
+from engine.speculation.speculator import Capabilities, Speculator
+from protocol.model_files import ModelFiles
+
+Progress = Callable[[int, int], None]  # (bytes of the files done, bytes in total)
+
+
+@dataclass(frozen=True)
+class SpeculationSettings:
+    """What a user may say about drafting, whichever drafter reads it. None: the drafter's own default."""
+
+    num_draft_tokens: int | None = None
+    lookup_min: int = 2
+    lookup_max: int = 4
+    draft_model: str | None = None  # a directory of the drafter's own files, or org/name
+    draft_sampling: str | None = None  # "greedy" or "sampled"
+    tree_depth: int | None = None
+    tree_top_k: int | None = None
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What is known of the target before its weights are loaded."""
+
+    arch: ArchConfig
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int  # tokens
+    max_model_len: int  # tokens; the longest sequence that can be asked for
+    files: ModelFiles | None = None  # None in tests of drafters that read no files
+
+    @property
+    def vocab_size(self) -> int:
+        return self.arch.vocab_size
+
+
+@dataclass(frozen=True)
+class Target:
+    """The loaded target as drafters use it: read-only weights, and how many KV blocks there are."""
+
+    model: DecoderModel
+    num_blocks: int
+    block_size: int  # tokens
+
+
+class Recipe(ABC):
+    """A drafter that can be built: everything about it was checked."""
+
+    capabilities: Capabilities
+    kv_shape: KVShape | None = None  # of the drafter's own keys and values, which live under the target's block ids
+    weight_bytes: int = 0  # of the drafter's own weights
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 0 if self.kv_shape is None else self.kv_shape.bytes_per_token
+
+    @abstractmethod
+    def build(self, target: Target, on_progress: Progress | None = None) -> Speculator:
+        """Load weights, allocate keys and values. Raises `ModelFilesError` for files that cannot be used."""
+
+
+class Ready(Recipe):
+    """A drafter without weights or keys: it exists already."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self.capabilities = speculator.capabilities
+        self._speculator = speculator
+
+    def build(self, target: Target, on_progress: Progress | None = None) -> Speculator:
+        return self._speculator
