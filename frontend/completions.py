@@ -111,7 +111,7 @@ async def _admitted(
         try:
             yield replace(job, deadline=deadline)
         except EngineLost as lost:  # by submitting
-            raise _lost(server, lost) from None
+            raise _not_taken(server, lost) from None
 
 
 def _check_deadline(server: Server, deadline: Deadline | None) -> None:
@@ -119,6 +119,13 @@ def _check_deadline(server: Server, deadline: Deadline | None) -> None:
     if deadline is not None and deadline.has_passed:
         server.metrics.rejected("expired")
         raise deadline.error()
+
+
+def _not_taken(server: Server, lost: EngineLost) -> ApiError:
+    """The last engine may have gone, or begun to drain, while the prompt was tokenised."""
+    if server.engine.hello is None and not server.admission.is_draining:
+        return server.no_engine()
+    return _lost(server, lost)
 
 
 def _lost(server: Server, lost: EngineLost) -> ApiError:

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-
 from frontend.deltas import LatestSnapshot, ObservedEngine
 from frontend.engine_addresses import Names, Resolve, is_name, resolve_by_system
 from frontend.engine_client import EngineClient
 from frontend.engine_families import EngineStatus, EngineView
+from frontend.joint_limits import together
 from frontend.metrics import FrontendMetrics
 from frontend.request_trace import RequestTrace
 from frontend.retry import RetriedStream
@@ -219,6 +218,12 @@ class EnginePool:
         return together(hellos) if hellos else None
 
     @property
+    def is_draining(self) -> bool:
+        """Whether none takes requests only because all of them, each of them attached, finish their last."""
+        members = self._members.values()
+        return bool(members) and all(member.client.ready and not _takes_requests(member) for member in members)
+
+    @property
     def down_reason(self) -> str | None:
         """Why no engine takes requests; None when one does."""
         reasons = [status.reason for status in self.statuses]
@@ -355,30 +360,6 @@ class EnginePool:
         if known.latest.is_past(hello.epoch):
             return f"--engine-id must be unique: {hello.engine_id!r} at {here} had been replaced by one at {there}"
         return None
-
-
-def together(hellos: Sequence[Hello]) -> Hello:
-    """One Hello for the limits of all: a request must fit whichever engine it meets, and their queues add up."""
-    first = hellos[0]
-    if len(hellos) == 1:
-        return first
-    capacities = [hello.capacity for hello in hellos]
-    block_size = first.capacity.block_size
-    capacity = msgspec.structs.replace(
-        first.capacity,
-        max_model_len=min(one.max_model_len for one in capacities),
-        max_num_seqs=sum(one.max_num_seqs for one in capacities),
-        max_num_batched_tokens=min(one.max_num_batched_tokens for one in capacities),
-        num_blocks=sum(one.num_blocks * one.block_size for one in capacities) // block_size,
-        max_num_queued_requests=sum(one.max_num_queued_requests for one in capacities),
-        max_num_queued_tokens=sum(one.max_num_queued_tokens for one in capacities),
-    )
-    return msgspec.structs.replace(
-        first,
-        capacity=capacity,
-        max_draft_len=max(hello.max_draft_len for hello in hellos),
-        executor="sim" if all(hello.executor == "sim" for hello in hellos) else "model",
-    )
 
 
 def _takes_requests(member: _Member) -> bool:

@@ -28,6 +28,7 @@ from frontend.tracer import Tracer
 from protocol.messages import Hello, ProfileAction, ProfileReply
 
 EMBEDDED = "embedded"
+DRAINING_RETRY_S = 5  # an engine that ends makes room for another, which has a model to load
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -48,6 +49,9 @@ class Engine(Submitter, Protocol):
 
     @property
     def down_reason(self) -> str | None: ...
+
+    @property
+    def is_draining(self) -> bool: ...  # none takes requests, because all of them finish their last
 
     @property
     def statuses(self) -> Sequence[EngineStatus]: ...
@@ -79,10 +83,18 @@ class Server:
         """What a request must fit. Raises ApiError(503) while no engine takes requests."""
         hello = self.engine.hello
         if hello is None:
-            self.metrics.rejected("engine_down")
-            raise overloaded(self.engine.down_reason or "no engine is attached")
+            raise self.no_engine()
         self.metrics.attach(hello.engine_id, hello.model_name)
         return hello
+
+    def no_engine(self) -> ApiError:
+        """The refusal of a request that no engine takes; counts it."""
+        reason = self.engine.down_reason or "no engine is attached"
+        if self.engine.is_draining:
+            self.metrics.rejected("draining")
+            return overloaded(reason, retry_after_s=DRAINING_RETRY_S)
+        self.metrics.rejected("engine_down")
+        return overloaded(reason)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError(404, model_not_found) unless `name` is the served model, its alias, or absent."""

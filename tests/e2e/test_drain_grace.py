@@ -160,6 +160,12 @@ def test_an_engine_that_is_told_to_end_says_so_in_the_middle_of_a_step() -> None
         reason = requests.get(f"{it.client.base_url}/ready", timeout=5).json()["reason"]
         assert reason.endswith("is shutting down"), "it drains, it is not lost"
         assert refuses(it.client)
+        refused = {
+            sample.partition('reason="')[2].partition('"')[0]: value
+            for sample, value in it.client.metrics().items()
+            if sample.startswith("vllm:admission_rejections_total{")
+        }
+        assert {reason for reason, count in refused.items() if count} == {"draining"}
 
 
 def test_a_grace_longer_than_the_drain_is_refused_by_name() -> None:

@@ -143,6 +143,7 @@ class FakeEngineClient:
     def __init__(self, engine_hello: Hello | None = None, play: Callable[[Submitted], Runs] | None = None) -> None:
         self.hello: Hello | None = hello() if engine_hello is None else engine_hello
         self.down_reason: str | None = None
+        self.is_draining = False
         self.submitted: list[Submitted] = []
         self.fences_missed = 0
         self.fences = 0
@@ -197,6 +198,11 @@ class FakeEngineClient:
         self.hello, self.down_reason = None, reason
         for given in self.submitted:
             given.stream.fail(reason)
+
+    def finish_last(self) -> None:
+        """The engine takes no new requests; open streams go on."""
+        self.hello, self.is_draining = None, True
+        self.down_reason = "engine '0' at ipc:///engine is shutting down"
 
     def report(self, given: Submitted) -> None:
         """The prompt is done; it gives no token."""

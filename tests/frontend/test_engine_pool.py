@@ -13,7 +13,8 @@ import pytest
 from frontend import engine_client, engine_pool
 from frontend.attachment import FenceResult
 from frontend.engine_addresses import Names, is_name, resolve_by_system
-from frontend.engine_pool import EnginePool, PoolSettings, together
+from frontend.engine_pool import EnginePool, PoolSettings
+from frontend.joint_limits import together
 from frontend.metrics import FrontendMetrics
 from frontend.streams import EngineLost
 from protocol.endpoints import split_addresses
@@ -143,13 +144,23 @@ async def test_a_draining_engine_gets_no_request_and_none_at_all_is_said(address
             await soon(lambda: len(ready_ids(pool)) == 2)
             tell_load(a, draining=True)
             await soon(lambda: ready_ids(pool) == ["1"])
+            assert not pool.is_draining, "one takes requests"
             assert pool.statuses[0].reason == f"engine '0' at {addresses[0]} is shutting down"
             assert {pool.submit([1], GREEDY).engine_id for _ in range(4)} == {"1"}
             tell_load(b, draining=True)
             await soon(lambda: pool.hello is None)
             assert "engine '1'" in (pool.down_reason or "")
+            assert pool.is_draining
             with pytest.raises(EngineLost, match="shutting down"):
                 pool.submit([1], GREEDY)
+            await asyncio.to_thread(a.wire.close)
+            await soon(lambda: not pool.is_draining)  # one is gone now, and that is the worse news
+            assert pool.hello is None
+
+
+async def test_a_frontend_without_an_engine_does_not_call_that_draining(addresses):
+    async with pool_over(*addresses) as pool:
+        assert pool.hello is None and not pool.is_draining
 
 
 async def test_series_are_per_engine_and_a_lost_one_keeps_its_counters_and_loses_its_gauges(addresses):
