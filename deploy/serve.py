@@ -111,6 +111,10 @@ def read_plan(arguments: list[str], environment: Mapping[str, str]) -> Plan:
     frontend = build(FrontendConfig, given | {"drain_timeout_s": serve.drain_timeout_s})
     if serve.engines > 1 and "engine_id" in given:
         raise OptionsError("--engine-id is of one engine: with --engines the ids are 0, 1 and so on")
+    if serve.engines * engine.memory_share > 1 and "memory_share" in given:
+        raise OptionsError(
+            f"--memory-share {engine.memory_share:g} for each of --engines {serve.engines} is more than there is"
+        )
     # Also fetches a model of the hub once, before two processes want it at the same time.
     files = resolve(engine.model)
     return Plan(given, serve, engine, frontend, engine.served_model_name or files.name)
@@ -142,13 +146,20 @@ def programs(plan: Plan, addresses: list[str], port: int) -> list[Program]:
 
 def _engines(plan: Plan, addresses: list[str]) -> list[tuple[str, list[str]]]:
     """(name, flags) of every engine. A single one keeps the id it was given."""
-    flags = [*_flags(plan, EngineConfig), f"--drain-timeout-s={ENGINE_DRAIN_S:g}"]
+    flags = [*_flags(plan, EngineConfig), *_memory_share(plan), f"--drain-timeout-s={ENGINE_DRAIN_S:g}"]
     if len(addresses) == 1:
         return [("engine", [*flags, f"--listen={addresses[0]}"])]
     return [
         (f"engine {number}", [*flags, f"--engine-id={number}", f"--listen={address}"])
         for number, address in enumerate(addresses)
     ]
+
+
+def _memory_share(plan: Plan) -> list[str]:
+    """Several engines size their caches by one memory, whichever of them loads first: each gets its part."""
+    engine = plan.engine
+    is_sized = engine.executor == "sim" or engine.kv_cache_tokens is not None or "memory_share" in plan.given
+    return [] if is_sized or plan.serve.engines == 1 else [f"--memory-share={1 / plan.serve.engines:.6g}"]
 
 
 async def _serve(plan: Plan, directory: Path, port: int) -> int:
@@ -168,15 +179,17 @@ async def _serve(plan: Plan, directory: Path, port: int) -> int:
 
 
 def _summary(plan: Plan) -> list[str]:
-    engine = plan.engine
+    engine, num_engines = plan.engine, plan.serve.engines
+    size = (
+        "sized by memory" if num_engines == 1 else f"sized by memory, an equal part for each of {num_engines} engines"
+    )
     drafts = f"{engine.num_draft_tokens} draft tokens" if engine.max_draft_len else "plain decoding"
     return [
         f"model        {engine.model} as {plan.model_name}",
         f"executor     {engine.executor}, dtype {engine.dtype}, device {engine.device}",
         f"speculation  {engine.speculator}, {drafts}",
         f"batch        {engine.max_num_seqs} sequences, {engine.max_num_batched_tokens} tokens per step",
-        f"cache        {engine.kv_cache_tokens or 'sized by memory'}, prefix caching "
-        f"{'on' if engine.prefix_caching else 'off'}",
+        f"cache        {engine.kv_cache_tokens or size}, prefix caching {'on' if engine.prefix_caching else 'off'}",
     ]
 
 

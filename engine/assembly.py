@@ -179,6 +179,7 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
         dtype=config.dtype,
         device=config.device,
         kv_cache_tokens=config.kv_cache_tokens,
+        memory_share=config.memory_share,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,

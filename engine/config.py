@@ -16,7 +16,7 @@ from protocol.served_name import check_served_model_name
 
 NGRAM_OPTIONS = ("lookup_min", "lookup_max")
 SIM_OPTIONS = ("sim_step_ms", "sim_prefill_ms", "sim_acceptance")
-MODEL_OPTIONS = ("dtype", "device")  # say nothing about a simulated engine
+MODEL_OPTIONS = ("dtype", "device", "memory_share")  # say nothing about a simulated engine
 
 
 class SimConfig(msgspec.Struct, frozen=True):
@@ -50,6 +50,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_tokens: Annotated[
         int | None, Meta(ge=1, le=1 << 30, description="size of the KV cache; default: from the memory of the device")
     ] = None
+    memory_share: Annotated[
+        float,
+        Meta(gt=0, le=1, description="part of the device's memory that is this engine's: 1/N for N engines on it"),
+    ] = 1.0
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in one KV block")] = 16
     prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
     speculator: Annotated[Literal["none", "ngram"], Meta(description="where drafts come from")] = "ngram"
@@ -124,6 +128,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             _refuse(given, SIM_OPTIONS, "works only with --executor sim")
         else:
             _refuse(given, MODEL_OPTIONS, "says nothing with --executor sim, which runs no model")
+        if "kv_cache_tokens" in given:
+            _refuse(given, ("memory_share",), "says nothing with --kv-cache-tokens, which is a size already")
         if self.speculator != "ngram":
             _refuse(given, NGRAM_OPTIONS, "works only with --speculator ngram")
         if self.executor == "sim":

@@ -29,6 +29,7 @@ class ExecutorSettings:
     dtype: str = "auto"
     device: str = "auto"
     kv_cache_tokens: int | None = None
+    memory_share: float = 1.0
     block_size: int = 16
     max_num_seqs: int = 64
     max_model_len: int | None = None
@@ -101,7 +102,9 @@ def _num_blocks(
         most_tokens = settings.max_num_seqs * (longest + settings.block_size)
         token_bytes = shape.bytes_per_token + recipe.kv_bytes_per_token
         reserved_bytes = step_bytes + recipe.weight_bytes  # the drafter's weights come after this
-        tokens = default_kv_tokens(device, token_bytes, settings.max_model_len or 0, most_tokens, reserved_bytes)
+        tokens = default_kv_tokens(
+            device, token_bytes, settings.max_model_len or 0, most_tokens, reserved_bytes, settings.memory_share
+        )
         tokens += -tokens % settings.block_size if device.type == "cpu" else 0
     if tokens < settings.block_size:
         raise ValueError(f"--kv-cache-tokens {tokens} is less than one --block-size {settings.block_size}")

@@ -46,20 +46,31 @@ def cpu_multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def default_kv_tokens(
-    device: torch.device, bytes_per_token: int, wanted_tokens: int, most_tokens: int, step_bytes: int
+    device: torch.device,
+    bytes_per_token: int,
+    wanted_tokens: int,
+    most_tokens: int,
+    step_bytes: int,
+    share: float = 1.0,
 ) -> int:
     """Tokens of KV cache where the user does not say.
 
     `wanted_tokens`: the longest sequence the user asked for, or 0. `most_tokens`: what could ever be used. `step_bytes`:
-    memory a step needs besides. Raises ValueError when not even one token fits.
+    memory a step needs besides. `share`: the part of the memory that is this engine's. Raises ValueError when not even one
+    token fits.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        room = int(free * _CUDA_MEMORY_SHARE) - step_bytes
+        free, total = torch.cuda.mem_get_info(device)
+        # Of a part the weights that are loaded are taken off: engines that load one after the other all find theirs.
+        own = int(total * share) - torch.cuda.memory_reserved(device)
+        room = int(min(free, own) * _CUDA_MEMORY_SHARE) - step_bytes
         tokens = min(most_tokens, room // bytes_per_token)
     else:
-        room = int(psutil.virtual_memory().available * _CPU_MEMORY_SHARE)
+        room = int(psutil.virtual_memory().available * _CPU_MEMORY_SHARE * share)
         tokens = min(most_tokens, max(_CPU_KV_TOKENS, wanted_tokens), room // bytes_per_token)
     if tokens < 1:
-        raise ValueError(f"--kv-cache-tokens: no memory is left for a KV cache of {bytes_per_token} bytes per token")
+        part = "" if share == 1 else f" in --memory-share {share:g}"
+        raise ValueError(
+            f"--kv-cache-tokens: no memory is left{part} for a KV cache of {bytes_per_token} bytes per token"
+        )
     return tokens
