@@ -20,7 +20,7 @@ from engine.plan import CHUNK_RESULT, RowCommit, Span, SpanResult, StepPlan, Ste
 from engine.runner import Runner, TargetOutput
 from engine.sampling import SamplingModel
 from engine.speculation.draft import Draft, empty_draft
-from engine.speculation.speculator import CommittedSpan, DraftRow, Speculator
+from engine.speculation.speculator import CommittedSpan, DraftRow, SequenceStart, Speculator
 from protocol.messages import Phase, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,10 @@ class ModelExecutor(Executor):
         for begin in plan.begins:
             self._broken.pop(begin.row, None)
             self._guard(begin.row, self._rows.begin, begin)
-            history = begin.token_ids
-            self._guard(begin.row, self._speculator.begin, begin.row, history, begin.num_prompt_tokens)
+            start = SequenceStart(
+                begin.row, begin.token_ids, begin.num_prompt_tokens, begin.scope, begin.prediction_token_ids
+            )
+            self._guard(begin.row, self._speculator.begin, start)
 
     def _observe(self, committed: Sequence[CommittedSpan]) -> None:
         """One call for all rows, which a drafter with a model needs; row by row where that raises or on the host."""

@@ -42,6 +42,8 @@ class RowBegin(_Data, frozen=True):
     sampling: SamplingParams
     seed: int  # resolved: of this child, in [0, 2**63)
     sim: SimScript | None
+    scope: str = ""  # whose text it is, for drafters that learn across sequences
+    prediction_token_ids: tuple[int, ...] = ()  # what the client expects as the answer
 
 
 class RowCommit(_Data, frozen=True):

@@ -261,7 +261,16 @@ class Scheduler:
         if sampling.prompt_logprobs is not None and (sequence.is_prompt_done or sequence.key.child != 0):
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # reported, or child 0 reports
         self._begins.append(
-            RowBegin(row, tuple(sequence.token_ids), sequence.num_prompt, sampling, sequence.seed, sequence.sim)
+            RowBegin(
+                row=row,
+                token_ids=tuple(sequence.token_ids),
+                num_prompt_tokens=sequence.num_prompt,
+                sampling=sampling,
+                seed=sequence.seed,
+                sim=sequence.sim,
+                scope=sequence.submit.scope,
+                prediction_token_ids=sequence.submit.prediction_token_ids,
+            )
         )
 
     # ---- results ----

@@ -9,7 +9,7 @@ step; here the tables make a step O(lookup_max) whatever the context.
 from collections.abc import Sequence
 
 from engine.speculation.draft import Draft, host_draft
-from engine.speculation.speculator import Capabilities, DraftRow, Speculator
+from engine.speculation.speculator import Capabilities, DraftRow, SequenceStart, Speculator
 
 DEFAULT_NUM_DRAFT_TOKENS = 5
 
@@ -24,10 +24,10 @@ class NgramSpeculator(Speculator):
         self._token_bits = max(1, (vocab_size - 1).bit_length())
         self._tables: dict[int, _NgramTable] = {}
 
-    def begin(self, row: int, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+    def begin(self, start: SequenceStart) -> None:
         table = _NgramTable(self._lookup_min, self._lookup_max, self._token_bits)
-        table.index(token_ids)
-        self._tables[row] = table
+        table.index(start.token_ids)
+        self._tables[start.row] = table
 
     def propose(self, rows: Sequence[DraftRow]) -> Draft:
         return host_draft([self._lookup(row) for row in rows], self.capabilities.max_draft_len)

@@ -29,6 +29,17 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
+class SequenceStart:
+    """A sequence that takes a row, first or after preemption. `token_ids` is its whole committed history; read-only."""
+
+    row: int
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    scope: str = ""  # whose text it is: what a drafter learns in one scope may not draft for another
+    prediction: Sequence[int] = ()  # tokens the client expects as the answer
+
+
+@dataclass(frozen=True)
 class DraftRow:
     """One row that wants a draft. `token_ids` is the row's whole committed history, the root last; read-only."""
 
@@ -58,8 +69,8 @@ class Speculator(ABC):
 
     capabilities: Capabilities
 
-    def begin(self, row: int, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        """A sequence took the row, first or after preemption. `token_ids` is its whole committed history."""
+    def begin(self, start: SequenceStart) -> None:
+        """A sequence took the row."""
 
     @abstractmethod
     def propose(self, rows: Sequence[DraftRow]) -> Draft:

@@ -49,6 +49,8 @@ ENGINE_LAYERS = {
     # drafters
     "engine.speculation.speculator": 5,
     "engine.speculation.recipe": 5.1,
+    "engine.speculation.draft_step": 5.1,
+    "engine.speculation.choice": 5.1,
     "engine.speculation.": 6,
     "engine.speculation.registry": 6.1,
     # mechanism

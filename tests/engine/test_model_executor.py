@@ -14,7 +14,7 @@ from engine.executor import DeviceFailure
 from engine.model_executor import ModelExecutor
 from engine.plan import RowBegin, RowCommit, Span, SpanKind, SpanResult, StepPlan, StepResult
 from engine.speculation.draft import Draft, empty_draft
-from engine.speculation.speculator import Capabilities, CommittedSpan, DraftRow, Speculator
+from engine.speculation.speculator import Capabilities, CommittedSpan, DraftRow, SequenceStart, Speculator
 from protocol.messages import Phase
 from protocol.model_files import resolve
 from protocol.sampling import SamplingParams
@@ -136,8 +136,8 @@ class Oracle(Speculator):
         self.ended: list[int] = []
         self._texts, self._width, self._wrong = texts, width, wrong
 
-    def begin(self, row: int, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        self.began.append(row)
+    def begin(self, start: SequenceStart) -> None:
+        self.began.append(start.row)
 
     def end(self, row: int) -> None:
         self.ended.append(row)
@@ -314,9 +314,9 @@ class Failing(Oracle):
         super().__init__(texts)
         self._method = method
 
-    def begin(self, row: int, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        super().begin(row, token_ids, num_prompt_tokens)
-        self._fail("begin", row)
+    def begin(self, start: SequenceStart) -> None:
+        super().begin(start)
+        self._fail("begin", start.row)
 
     def observe(self, spans: Sequence[CommittedSpan]) -> None:
         super().observe(spans)

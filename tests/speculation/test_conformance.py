@@ -15,7 +15,7 @@ from engine.sampling import SamplingModel
 from engine.speculation.oracle import OracleSpeculator, ScriptedSpeculator
 from engine.speculation.recipe import SpeculationSettings
 from engine.speculation.registry import names
-from engine.speculation.speculator import DraftRow, Speculator
+from engine.speculation.speculator import DraftRow, SequenceStart, Speculator
 from protocol.sampling import SamplingParams
 from tests.speculation.on_host import speculator_on_host
 from tests.speculation.reference import HOST, ToyTarget, generate
@@ -143,7 +143,7 @@ def test_a_lived_in_drafter_proposes_what_a_fresh_one_does(name: str) -> None:
     for history, budget, proposed in engine.proposals:
         run = next(run for prompt, run in by_history.items() if tuple(history[: len(prompt)]) == prompt)
         fresh = speculator_of(name, runs)
-        fresh.begin(0, tuple(history), len(run.prompt))
+        fresh.begin(SequenceStart(0, tuple(history), len(run.prompt)))
         draft = fresh.propose([DraftRow(0, tuple(history), budget, len(run.prompt), run.params)])
         assert draft.tokens[0, : int(draft.lengths[0])].tolist() == proposed
 
@@ -173,7 +173,7 @@ def test_no_rows_and_no_room_are_legal(name: str) -> None:
 @every_speculator
 def test_end_is_legal_for_a_row_that_never_drafted(name: str) -> None:
     speculator = speculator_of(name, runs_of(PARAMS[:1]))
-    speculator.begin(3, (1, 2), 2)
+    speculator.begin(SequenceStart(3, (1, 2), 2))
     speculator.end(3)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.speculation.ngram import NgramSpeculator
-from engine.speculation.speculator import DraftRow
+from engine.speculation.speculator import DraftRow, SequenceStart
 from protocol.sampling import SamplingParams
 from tests.speculation.reference import longest_suffix_match
 
@@ -30,7 +30,7 @@ def test_every_step_equals_the_scan(alphabet: int, history: list, grown: list, l
     lookup_min, lookup_max = lookup[0], lookup[0] + lookup[1]
     speculator = NgramSpeculator(5, lookup_min, lookup_max, 49152)
     prompt, rest = history[: len(history) // 2 + 1], history[len(history) // 2 + 1 :]
-    speculator.begin(0, prompt, len(prompt))
+    speculator.begin(SequenceStart(0, prompt, len(prompt)))
     known = list(prompt)
     for size in [0, *grown]:
         known, rest = known + rest[:size], rest[size:]
@@ -52,28 +52,28 @@ def test_every_step_equals_the_scan(alphabet: int, history: list, grown: list, l
 )
 def test_known_histories(history: list[int], expected: list[int]) -> None:
     speculator = NgramSpeculator(5, 2, 3, 10)
-    speculator.begin(0, history, 1)
+    speculator.begin(SequenceStart(0, history, 1))
     assert propose(speculator, history) == expected
 
 
 def test_a_draft_never_runs_past_the_tokens_that_exist() -> None:
     speculator = NgramSpeculator(64, 1, 4, 10)
-    speculator.begin(0, [1, 2, 1], 3)
+    speculator.begin(SequenceStart(0, [1, 2, 1], 3))
     assert propose(speculator, [1, 2, 1]) == [2, 1]
 
 
 def test_nothing_survives_the_end_of_a_row() -> None:
     """A-CACHE-3: the next sequence of the row drafts as on a fresh server."""
     speculator = NgramSpeculator(5, 2, 4, 49152)
-    speculator.begin(0, list(range(1000, 2500)), 1500)
+    speculator.begin(SequenceStart(0, list(range(1000, 2500)), 1500))
     speculator.end(0)
-    speculator.begin(0, [1, 1500, 1501], 3)
+    speculator.begin(SequenceStart(0, [1, 1500, 1501], 3))
     assert propose(speculator, [1, 1500, 1501]) == []
 
 
 def test_a_row_that_was_not_begun_is_an_error() -> None:
     speculator = NgramSpeculator(5, 2, 4, 10)
-    speculator.begin(0, [1, 2], 2)
+    speculator.begin(SequenceStart(0, [1, 2], 2))
     speculator.end(0)
     with pytest.raises(KeyError):
         propose(speculator, [1, 2, 1, 2])
@@ -94,7 +94,7 @@ class CountingHistory(list):
 def test_a_step_looks_at_a_few_tokens_however_long_the_history_is(size: int) -> None:
     history = CountingHistory((index * index) % 40_000 for index in range(size))
     speculator = NgramSpeculator(5, 2, 4, 49152)
-    speculator.begin(0, history, size)
+    speculator.begin(SequenceStart(0, history, size))
     for step in range(100):
         history.append(step % 7)
         history.looked_at = 0

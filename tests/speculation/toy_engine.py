@@ -9,7 +9,7 @@ from engine.accept import accept, place_draft
 from engine.sampling import SamplingModel, SamplingRows, SamplingState
 from engine.speculation.budget import DraftLimits, draft_budget
 from engine.speculation.draft import Draft
-from engine.speculation.speculator import CommittedSpan, DraftRow, Speculator
+from engine.speculation.speculator import CommittedSpan, DraftRow, SequenceStart, Speculator
 from protocol.sampling import SamplingParams
 from tests.speculation.reference import HOST, ToyTarget
 
@@ -55,7 +55,7 @@ class ToyEngine:
         run.row, run.drafts, run.computed = row, False, 0
         self._runs[row] = run
         self._states[row] = SamplingState(run.params, run.seed, run.history, len(run.prompt), self.model)
-        self.speculator.begin(row, tuple(run.history), len(run.prompt))
+        self.speculator.begin(SequenceStart(row, tuple(run.history), len(run.prompt)))
 
     def end(self, run: Run) -> None:
         """Finished, aborted or preempted: what it committed is told first."""
