@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from frontend.hello_check import contradiction
 from frontend.request_trace import RequestTrace
 from frontend.stream_trace import StreamTrace
 from frontend.streams import EngineLost, Stream
@@ -41,6 +42,8 @@ class Expectation:
         """Why this engine can never be served by this frontend."""
         if hello.schema != SCHEMA_VERSION:
             return f"the engine speaks wire schema {hello.schema} and this frontend {SCHEMA_VERSION}"
+        if (nonsense := contradiction(hello)) is not None:
+            return f"the engine contradicts itself: {nonsense}"
         if self.vocabulary_hash is not None and hello.vocabulary_hash != self.vocabulary_hash:
             return (
                 f"the engine's vocabulary ({hello.model_name}, {hello.vocabulary_hash[:12]}) is not that of this "

@@ -98,6 +98,7 @@ FRONTEND_LAYERS = {
     "frontend.key_ring": 1.79,
     # the engine's side, the text side, the socket's side
     "frontend.streams": 1.8,
+    "frontend.hello_check": 1.8,
     "frontend.retry": 1.9,
     "frontend.engine_addresses": 1.9,
     "frontend.joint_limits": 1.9,
