@@ -27,6 +27,7 @@ from frontend.spec_stats import wanted_statistics
 from frontend.text import Text
 from frontend.tokenizer import EncodingError
 from protocol.messages import Hello
+from protocol.sampling import MAX_N
 
 # Where the tokenizer can give no lower bound: no known vocabulary averages more characters per token over a whole prompt.
 MAX_CHARS_PER_TOKEN = 64
@@ -51,7 +52,7 @@ class Draft:
 
 
 def draft_of(request: GenerationRequest, max_prompts: int) -> Draft:
-    """Raises ApiError(400) for prompts or messages of the wrong shape."""
+    """Raises ApiError(400) for prompts or messages of the wrong shape, and for more sequences than one request may run."""
     n = num_choices(request)
     if isinstance(request, ChatRequest):
         if request.add_special_tokens:
@@ -68,6 +69,13 @@ def draft_of(request: GenerationRequest, max_prompts: int) -> Draft:
         raise invalid("prompt must not be an empty list", "prompt")
     if len(prompts) > max_prompts:
         raise invalid(f"prompt has {len(prompts)} entries; the limit is {max_prompts}", "prompt")
+    # An idle server takes whatever it is asked, and then refuses everybody else until that is done.
+    if len(prompts) * n > max(max_prompts, MAX_N):
+        raise invalid(
+            f"prompt has {len(prompts)} entries and n is {n}: {len(prompts) * n} sequences, where the limit of one "
+            f"request is {max(max_prompts, MAX_N)}",
+            "n",
+        )
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, list) and not prompt:
             raise _empty_prompt(index, len(prompts))

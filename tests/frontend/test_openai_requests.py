@@ -109,6 +109,26 @@ def test_as_many_bad_words_as_allowed_may_have_two_spellings_each():
         job_of(draft_of(request, 8), embedded_text(), hello())
 
 
+@pytest.mark.parametrize(
+    ("num_prompts", "n", "max_prompts", "is_taken"),
+    [
+        (2, 128, 256, True),
+        (256, 1, 256, True),
+        (1, 128, 8, True),
+        (8, 16, 8, True),
+        (3, 128, 256, False),
+        (8, 17, 8, False),
+    ],
+)
+def test_one_request_runs_no_more_sequences_than_prompts_are_allowed(num_prompts, n, max_prompts, is_taken):
+    request, _ = decode({"prompt": ["x"] * num_prompts, "n": n})
+    if is_taken:
+        assert draft_of(request, max_prompts).num_sequences == num_prompts * n
+    else:
+        with pytest.raises(ApiError, match=f"{num_prompts * n} sequences, where the limit of one request is"):
+            draft_of(request, max_prompts)
+
+
 @pytest.mark.parametrize("prompt", [[True], [1.5], [None], ["a", 5], {}, 5, None, [[1, "a"]], [[[1]]]])
 def test_prompts_of_the_wrong_shape_name_the_prompt(prompt):
     request, _ = decode({"prompt": prompt})
