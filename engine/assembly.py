@@ -184,7 +184,13 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         speculator=config.speculator,
-        speculation=SpeculationSettings(config.num_draft_tokens, config.lookup_min, config.lookup_max),
+        speculation=SpeculationSettings(
+            num_draft_tokens=config.num_draft_tokens,
+            lookup_min=config.lookup_min,
+            lookup_max=config.lookup_max,
+            draft_model=config.draft_model,
+            draft_sampling=config.draft_sampling,
+        ),
     )
     built = build_executor(files, settings, on_progress)
     logger.info(

@@ -15,6 +15,8 @@ from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address, stays_here
 from protocol.served_name import check_served_model_name
 
 NGRAM_OPTIONS = ("lookup_min", "lookup_max")
+MODEL_DRAFTERS = ("draft_model",)  # speculators that load weights of their own
+DRAFTER_OPTIONS = ("draft_model", "draft_sampling")  # what only they read
 SIM_OPTIONS = ("sim_step_ms", "sim_prefill_ms", "sim_acceptance")
 MODEL_OPTIONS = ("dtype", "device", "memory_share")  # say nothing about a simulated engine
 
@@ -60,6 +62,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: Annotated[int, Meta(ge=1, le=64, description="most draft tokens in one round")] = 5
     lookup_min: Annotated[int, Meta(ge=1, le=64, description="ngram: shortest suffix that is looked up")] = 2
     lookup_max: Annotated[int, Meta(ge=1, le=64, description="ngram: longest suffix that is looked up")] = 4
+    draft_model: Annotated[
+        str | None, Meta(description="a drafter's own weights, named as for --model; for speculators that have weights")
+    ] = None
+    draft_sampling: Annotated[
+        Literal["greedy", "sampled"],
+        Meta(
+            description="drafters with weights: their likeliest tokens, or draws whose probabilities the verdict reads"
+        ),
+    ] = "greedy"
     executor: Annotated[Literal["model", "sim"], Meta(description="sim: a simulated engine without weights")] = "model"
     sim_step_ms: Annotated[float, Meta(ge=0, le=60_000, description="sim: duration of a step")] = 0.0
     sim_prefill_ms: Annotated[float, Meta(ge=0, le=60_000, description="sim: duration of 1000 prompt tokens")] = 0.0
@@ -132,8 +143,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             _refuse(given, ("memory_share",), "says nothing with --kv-cache-tokens, which is a size already")
         if self.speculator != "ngram":
             _refuse(given, NGRAM_OPTIONS, "works only with --speculator ngram")
+        if self.speculator not in MODEL_DRAFTERS:
+            _refuse(given, DRAFTER_OPTIONS, f"works only with --speculator {' or '.join(MODEL_DRAFTERS)}")
         if self.executor == "sim":
             _refuse(given, NGRAM_OPTIONS, "says nothing with --executor sim, which looks nothing up")
+            _refuse(given, DRAFTER_OPTIONS, "says nothing with --executor sim, which loads nothing")
         if self.speculator == "none":
             _refuse(given, ("num_draft_tokens", "sim_acceptance"), "says nothing with --speculator none")
 

@@ -27,7 +27,7 @@ class SpeculationSettings:
     num_draft_tokens: int | None = None
     lookup_min: int = 2
     lookup_max: int = 4
-    draft_model: str | None = None  # a directory of the drafter's own files, or org/name
+    draft_model: str | None = None  # files of the drafter itself, named as for --model
     draft_sampling: str | None = None  # "greedy" or "sampled"
     tree_depth: int | None = None
     tree_top_k: int | None = None

@@ -38,6 +38,8 @@ def test_the_promised_defaults():
         (("--speculator", "none", "--lookup-min", "2"), "--lookup-min works only with --speculator ngram"),
         (("--speculator", "none", "--lookup-max", "2"), "--lookup-max works only with --speculator ngram"),
         (("--speculator", "none", "--num-draft-tokens", "2"), "--num-draft-tokens says nothing"),
+        (("--draft-model", "embedded"), "--draft-model works only with --speculator draft_model"),
+        (("--draft-sampling", "greedy"), "--draft-sampling works only with --speculator draft_model"),
         (("--lookup-min", "5"), "--lookup-min 5 is greater than --lookup-max 4"),
         (("--kv-cache-tokens", "8"), "--kv-cache-tokens 8 is less than one --block-size 16"),
         (("--kv-cache-tokens", "99999999999"), "--kv-cache-tokens: expected int <="),
