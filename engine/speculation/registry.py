@@ -1,4 +1,4 @@
-"""The drafters by name. A new drafter is one line of `_RECIPES`, and the conformance tests find it there.
+"""The drafters by name. A new drafter is one line of `_RECIPES` (and of `names`), and the conformance tests find it there.
 
 Owns the table and the start-up checks of its settings. Called once, while an engine is being built.
 """
@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from engine.speculation.names import check_speculator
 from engine.speculation.ngram import DEFAULT_NUM_DRAFT_TOKENS, NgramSpeculator
 from engine.speculation.recipe import Ready, Recipe, SpeculationSettings, TargetFacts
 from engine.speculation.speculator import NoSpeculator
@@ -20,11 +21,9 @@ def prepare(name: str, settings: SpeculationSettings, facts: TargetFacts) -> Rec
 
     Raises ValueError with a sentence naming the option that cannot work, `ModelFilesError` for files that cannot be used.
     """
-    recipe = _RECIPES.get(name)
-    if recipe is None:
-        raise ValueError(f"--speculator {name!r} is not known; known speculators are {', '.join(names())}")
+    check_speculator(name)
     _check(settings)
-    return recipe(settings, facts)
+    return _RECIPES[name](settings, facts)
 
 
 def names() -> tuple[str, ...]:

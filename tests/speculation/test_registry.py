@@ -2,13 +2,17 @@
 
 import pytest
 
+from engine.speculation.names import SPECULATORS
 from engine.speculation.recipe import SpeculationSettings
 from engine.speculation.registry import names
 from tests.speculation.on_host import speculator_on_host
 
 
+def test_every_name_that_can_be_asked_for_has_a_recipe() -> None:
+    assert names() == SPECULATORS
+
+
 def test_known_names_are_built_with_their_defaults() -> None:
-    assert names() == ("none", "ngram")
     assert speculator_on_host("none", SpeculationSettings(), 100).capabilities.max_draft_len == 0
     assert speculator_on_host("ngram", SpeculationSettings(), 100).capabilities.max_draft_len == 5
     assert speculator_on_host("ngram", SpeculationSettings(num_draft_tokens=64), 100).capabilities.max_draft_len == 64
