@@ -13,7 +13,7 @@ ENGINE_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm
 
 FRONTEND_SCOPE = re.compile(
     "vllm:(request_|time_to_first_token|inter_token_latency|e2e_request|admission_)|http_|process_|python_"
-    "|drafthouse:(inter_token|requests_abandoned|fence_timeouts|close_|unknown_fields)"
+    "|drafthouse:(inter_token|requests_abandoned|connections_refused|fence_timeouts|close_|unknown_fields)"
 )
 
 

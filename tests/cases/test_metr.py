@@ -1,142 +1,38 @@
-"""METR: numbers on /metrics, on every launch mode, from every frontend, in every epoch."""
+"""METR: numbers on /metrics in every epoch, before the first request, and step by step. Launch modes: test_metr_fleet.py."""
 
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
 from tests.cases.bench_reader import read_as_python, read_as_rust, scrape
-from tests.cases.client import IS_LONG, LIST, PAT, Client, parse_metrics, speculation_delta, together, total
+from tests.cases.client import IS_LONG, PAT, Client, parse_metrics, speculation_delta, total
 from tests.cases.crowd import OpenRequest, seeded
-from tests.cases.laws import assert_laws, assert_well_formed, engine_scope, families, increments
+from tests.cases.laws import assert_laws, assert_well_formed, families, increments
 from tests.cases.processes import processes_of, unharmed, wait_until
-from tests.e2e.servers import serve
-from tests.tiny import write_tiny_model
+from tests.e2e.servers import Server, serve
 
 WIDTH = 5
 RUN = [582, 827, 1296, 1876, 2531, 2976]
 SIM = ("--executor", "sim", "--num-draft-tokens", "5", "--check-laws", "true")
-SPEC = ("--speculator", "ngram", "--num-draft-tokens", "5", "--lookup-min", "1", "--lookup-max", "4")
 SPEC_FAMILIES = (
     "vllm:spec_decode_num_drafts_total",
     "vllm:spec_decode_num_draft_tokens_total",
     "vllm:spec_decode_num_accepted_tokens_total",
     "vllm:spec_decode_num_accepted_tokens_per_pos_total",
 )
-DETERMINED = (  # engine-scope families whose totals depend on the requests alone, not on how steps batched them
-    *SPEC_FAMILIES,
-    "vllm:generation_tokens_total",
-    "vllm:prompt_tokens_total",
-    "vllm:num_preemptions_total",
-    "drafthouse:verify_rounds_total",
-    "drafthouse:spec_cut_tokens_total",
-    "drafthouse:stop_trimmed_tokens_total",
-    "drafthouse:spec_aborted_rounds_total",
-)
-
-
-# ---- METR-1: pegainfer-project/pegainfer#896 ----
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny")
-
-
-def assert_counters_are_right_at_the_last_byte(client: Client, **extra: Any) -> None:
-    before = engine_scope(client.metrics())
-    body = {"prompt": LIST, "temperature": 0, "max_tokens": 48, "ignore_eos": True, **extra}
-    stream = Client(client.base_url).stream(**body, stream_options={"include_usage": True})
-    after = engine_scope(parse_metrics(scrape(client.base_url)))
-    counted = assert_laws(before, after, WIDTH, first_tokens=1)
-    assert stream.usage is not None
-    assert counted.generation == stream.usage["completion_tokens"] == 48
-    assert counted.speculation.drafts > 0
-    assert counted.speculation.accepted > 0
-    assert counted.speculation.per_pos[0] > 0
-
-
-@pytest.mark.parametrize("name", ["spec", "sim", "sim_4f"])
-def test_metr_1_counters_are_right_when_the_last_byte_arrives(setup: Callable[[str], Client], name: str) -> None:
-    assert_counters_are_right_at_the_last_byte(setup(name))
-
-
-def test_metr_1_counters_are_right_with_a_real_engine_behind_four_frontends(tiny_model: Path) -> None:
-    with serve("--model", str(tiny_model), "--dtype", "fp32", *SPEC, "--frontends", "4") as server:
-        for _ in range(8):  # new connections reach different frontends
-            # A random model copies nothing by itself: the bias makes it repeat one token, which the lookup finds.
-            assert_counters_are_right_at_the_last_byte(Client(server.base_url), logit_bias={"300": 100})
-
-
-# ---- METR-2: vllm-project/vllm#18053 ----
 
 
 def engine_page(base_url: str) -> dict[str, float]:
+    """Of whichever frontend takes a new connection."""
     response = requests.get(base_url + "/metrics/engine", timeout=10)
     assert response.status_code == 200
     return parse_metrics(response.text)
-
-
-def forty_requests() -> list[dict[str, Any]]:
-    """Fixed answers, so that the totals are fixed too."""
-    bodies: list[dict[str, Any]] = []
-    for index in range(40):
-        runs = [RUN[: 1 + (index + step) % 6] for step in range(1 + index % 4)]
-        bodies.append({"prompt": [582] * (1 + index), "max_tokens": 100, "sim": {"runs": runs}})
-    return bodies
-
-
-def determined(samples: dict[str, float]) -> dict[str, float]:
-    return {series: value for series, value in samples.items() if series.split("{")[0] in DETERMINED}
-
-
-def test_metr_2_every_scrape_shows_the_same_whole_engine_for_any_number_of_frontends() -> None:
-    totals, names = [], []
-    for frontends in (1, 2, 4):
-        with serve(*SIM, "--frontends", str(frontends)) as server:
-            bodies = forty_requests()
-            together([lambda body=body: Client(server.base_url).complete(**body) for body in bodies], width=8)
-            pages = [engine_page(server.base_url) for _ in range(20)]
-            assert all(determined(page) == determined(pages[0]) for page in pages)
-            assert all(page.keys() == pages[0].keys() for page in pages)
-            totals.append(determined(pages[0]))
-            names.append(set(pages[0]))
-    assert totals[0] == totals[1] == totals[2]
-    assert names[0] == names[1] == names[2], "no series per process, none for a number of frontends"
-    assert not [series for series in names[0] if "pid" in series]
-    runs = [run for body in forty_requests() for run in body["sim"]["runs"]]
-    assert total(totals[0], "vllm:generation_tokens_total") == sum(len(run) for run in runs)
-    assert total(totals[0], "vllm:spec_decode_num_accepted_tokens_total") == sum(len(run) - 1 for run in runs)
-
-
-def test_metr_2_totals_never_fall_between_scrapes_of_different_frontends(setup: Callable[[str], Client]) -> None:
-    client, over = setup("sim_4f"), threading.Event()
-    falls: list[str] = []
-
-    def watch() -> None:
-        last: dict[str, float] = {}
-        while not over.is_set():
-            now = engine_page(client.base_url)
-            falls.extend(s for s, v in now.items() if _is_total(s) and v < last.get(s, 0.0))
-            last = now
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    together([lambda body=body: Client(client.base_url).stream(**body) for body in forty_requests() * 3], width=8)
-    over.set()
-    watcher.join()
-    assert falls == []
-
-
-def _is_total(series: str) -> bool:
-    return series.split("{")[0].endswith(("_total", "_bucket", "_count", "_sum"))
 
 
 # ---- METR-3: vllm-project/vllm#6642 ----
@@ -193,6 +89,14 @@ def test_metr_3_totals_never_fall_under_preemption_cache_hits_children_and_abort
         assert counted.speculation.drafts > 0
         assert counted.trimmed > 0
         assert total(client.metrics(), "vllm:prefix_cache_hits_total") > 0
+        assert_nothing_raised(server)
+
+
+def assert_nothing_raised(server: Server) -> None:
+    """No exception reached the token path, and none was swallowed with a log line either."""
+    log = server.log()
+    assert "Traceback" not in log, log[-4000:]
+    assert not [line for line in log.splitlines() if " ERROR " in line or " CRITICAL " in line]
 
 
 @pytest.mark.parametrize("frontends", [1, 2] if IS_LONG else [2])
@@ -216,6 +120,7 @@ def test_metr_3_a_restarted_engine_counts_from_its_own_zero(frontends: int) -> N
         restarts = [line for line in server.log().splitlines() if " engine_restarted engine=0 epoch=" in line]
         assert len(restarts) == frontends
         assert all("totals=from_zero" in line for line in restarts)
+        assert "Traceback" not in server.log()
 
 
 def _new_epoch(base_url: str, old: float) -> bool:
