@@ -23,6 +23,8 @@ from deploy.report_numbers import Acceptance, acceptance_in, key_figures, millis
 from deploy.report_receiver import Receiver, read_dump
 from deploy.report_server import ServerTrouble, ask, read_metrics, served
 from deploy.report_spans import MalformedTrace, Request, Span, find_requests, read_lines
+from frontend.api_keys import VARIABLE
+from frontend.key_files import check_key
 from protocol.options import from_process, refuse
 
 if TYPE_CHECKING:
@@ -45,7 +47,10 @@ class ReportConfig(msgspec.Struct, frozen=True, kw_only=True):
     url: Annotated[str | None, Meta(description="base URL of a live server, whose /metrics is read")] = None
     listen: Annotated[
         str | None,
-        Meta(description="with --url: receive OTLP/HTTP spans on HOST:PORT, send one traced request and draw it"),
+        Meta(
+            description="with --url: receive OTLP/HTTP spans on HOST:PORT, send one traced request and draw it; an API key"
+            f" that the server asks for goes into {VARIABLE}"
+        ),
     ] = None
     serve: Annotated[bool, Meta(description="start a server on a free port, send it one request and draw it")] = False
     serve_options: Annotated[
@@ -101,9 +106,15 @@ class Material:
 
 
 def main() -> int:
-    config = from_process(ReportConfig, program=PROGRAM)
+    config = from_process(ReportConfig, program=PROGRAM, secrets=(VARIABLE,))
     if importlib.util.find_spec("matplotlib") is None:
-        refuse(PROGRAM, "pictures need matplotlib: pip install 'drafthouse[report]'")
+        # With this interpreter: another one's pip would look for drafthouse where it was never installed from.
+        refuse(PROGRAM, f"pictures need matplotlib: {sys.executable} -m pip install 'drafthouse[report]'")
+    if VARIABLE in os.environ:
+        try:
+            check_key(os.environ[VARIABLE], VARIABLE)
+        except ValueError as error:
+            refuse(PROGRAM, str(error))
     try:
         material = asyncio.run(_interruptible(config))
         paths = draw(material, Path(config.output))
@@ -188,8 +199,10 @@ async def _from_own_server(config: ReportConfig) -> Material:
 
 async def _from_server(url: str, receiver: Receiver, config: ReportConfig) -> Material:
     _say(f"asking {url} for up to {config.max_tokens} tokens, traced as {receiver.trace_id}")
-    traceparent = f"00-{receiver.trace_id}-{secrets.token_hex(8)}-01"
-    answer = await ask(url, config.prompt or DEFAULT_PROMPT, config.max_tokens, traceparent, config.timeout_s)
+    headers = {"traceparent": f"00-{receiver.trace_id}-{secrets.token_hex(8)}-01"}
+    if VARIABLE in os.environ:  # never an option: arguments can be read by every user of the machine
+        headers["Authorization"] = f"Bearer {os.environ[VARIABLE]}"
+    answer = await ask(url, config.prompt or DEFAULT_PROMPT, config.max_tokens, headers, config.timeout_s)
     spans = await receiver.wait(config.timeout_s) if answer.trace_id is not None else []
     if config.save is not None and receiver.lines:
         Path(config.save).write_bytes(b"".join(line + b"\n" for line in receiver.lines))

@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 import deploy
+from frontend.api_keys import VARIABLE
 from protocol.options import ENVIRONMENT_PREFIX
 
 START_TIMEOUT_S = 900.0  # a first start may fetch a model
@@ -40,18 +41,19 @@ class Answer:
     trace_id: str | None
 
 
-async def ask(url: str, prompt: str, max_tokens: int, traceparent: str, timeout_s: float) -> Answer:
+async def ask(url: str, prompt: str, max_tokens: int, headers: Mapping[str, str], timeout_s: float) -> Answer:
     """Send one chat request and read the answer to its end. Raises `ServerTrouble`."""
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "temperature": 0}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(f"{url}/v1/chat/completions", json=body, headers={"traceparent": traceparent}) as response,
+            session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response,
         ):
             content = await response.read()
             if response.status != 200:
-                raise ServerTrouble(f"{url} answered {response.status}: {_message(content)}")
+                hint = f"; the report takes a key from {VARIABLE}" if response.status == 401 else ""
+                raise ServerTrouble(f"{url} answered {response.status}: {_message(content)}{hint}")
             return Answer(response.headers.get("X-Trace-Id"))
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ServerTrouble(f"{url} cannot be asked: {_reason(error, timeout_s)}") from error

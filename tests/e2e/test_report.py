@@ -517,8 +517,23 @@ async def test_spans_that_do_not_come_are_told_from_a_request_that_is_not_traced
 
 
 async def test_the_reason_of_a_refusing_server_is_passed_on(tmp_path: Path):
-    with pytest.raises(ServerTrouble, match="answered 404: no such model"):
+    with pytest.raises(ServerTrouble, match=r"answered 404: no such model$"):
         await ask_stand_in(MadeTrace(), tmp_path, status=404)
+
+
+async def test_who_is_refused_for_want_of_a_key_is_told_where_to_put_one(tmp_path: Path):
+    with pytest.raises(ServerTrouble, match=r"answered 401: .*; the report takes a key from DRAFTHOUSE_API_KEY$"):
+        await ask_stand_in(MadeTrace(), tmp_path, status=401)
+
+
+def test_a_key_that_can_be_none_is_refused_before_anything_is_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("DRAFTHOUSE_API_KEY", "two words, and long enough")
+    with pytest.raises(SystemExit) as caught:
+        run_report(monkeypatch, "--url", "http://127.0.0.1:1")
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and "DRAFTHOUSE_API_KEY holds a blank" in error and "two words" not in error
 
 
 def test_a_server_started_for_a_report_gets_no_options_of_others():
@@ -631,7 +646,7 @@ def test_without_matplotlib_one_sentence_says_what_to_install(
         run_report(monkeypatch, "--trace-file", str(trace_file))
     assert caught.value.code == 2
     assert capsys.readouterr().err == (
-        "drafthouse report: pictures need matplotlib: pip install 'drafthouse[report]'\n"
+        f"drafthouse report: pictures need matplotlib: {sys.executable} -m pip install 'drafthouse[report]'\n"
     )
 
 
@@ -648,10 +663,15 @@ def test_a_live_server_is_drawn_from_its_counters_alone(tmp_path: Path):
     assert not (tmp_path / "waterfall.png").exists()
 
 
-def launch(*arguments: str) -> str:
+def launch(*arguments: str, **environment: str) -> str:
     """`drafthouse report ARGUMENTS` as users run it; returns what it prints."""
     done = subprocess.run(
-        command("report", *arguments), capture_output=True, text=True, cwd=ROOT, env=clean_environment(), timeout=90
+        command("report", *arguments),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=clean_environment(**environment),
+        timeout=90,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -671,3 +691,13 @@ def test_a_report_on_a_server_of_its_own_has_every_round_the_server_counted(tmp_
     assert own.num_drafts > 10 and own.num_accepted > 10
     assert f"server: drafts       {own.num_drafts}, {own.num_draft_tokens} draft tokens" in printed
     assert f"server: accept rate  {own.rate:.1%}, accept length {own.length:.2f}" in printed
+
+
+def test_a_server_with_keys_is_asked_with_the_one_of_the_environment(tmp_path: Path):
+    keys = tmp_path / "keys"
+    keys.write_text("reporter: a-key-for-the-report\n")
+    keys.chmod(0o600)
+    options = f"--executor sim --api-key-file {keys}"
+    arguments = ("--serve", f"--serve-options={options}", "--max-tokens", "30", "--output", str(tmp_path))
+    printed = launch(*arguments, DRAFTHOUSE_API_KEY="a-key-for-the-report")
+    assert is_a_picture(tmp_path / "waterfall.png") and "a-key-for-the-report" not in printed
