@@ -183,11 +183,11 @@ def _summary(plan: Plan) -> list[str]:
     size = (
         "sized by memory" if num_engines == 1 else f"sized by memory, an equal part for each of {num_engines} engines"
     )
-    drafts = f"{engine.num_draft_tokens} draft tokens" if engine.max_draft_len else "plain decoding"
+    drafts = "" if engine.num_draft_tokens is None else f", {engine.num_draft_tokens} draft tokens"
     return [
         f"model        {engine.model} as {plan.model_name}",
         f"executor     {engine.executor}, dtype {engine.dtype}, device {engine.device}",
-        f"speculation  {engine.speculator}, {drafts}",
+        f"speculation  {engine.speculator}{drafts}",
         f"batch        {engine.max_num_seqs} sequences, {engine.max_num_batched_tokens} tokens per step",
         f"cache        {engine.kv_cache_tokens or size}, prefix caching {'on' if engine.prefix_caching else 'off'}",
     ]

@@ -130,7 +130,7 @@ def _simulated(config: EngineConfig, files: ModelFiles, vocabulary: Vocabulary) 
     kv_tokens = config.kv_cache_tokens or SIM_KV_TOKENS
     eos_token_ids = read_eos_token_ids(files)
     settings = SimSettings(
-        max_draft_len=config.max_draft_len,
+        max_draft_len=config.sim_draft_len,
         vocab_size=vocabulary.size,
         text_token_ids=tuple(
             token_id
@@ -146,8 +146,8 @@ def _simulated(config: EngineConfig, files: ModelFiles, vocabulary: Vocabulary) 
         eos_token_ids=eos_token_ids,
         num_blocks=kv_tokens // config.block_size,
         max_model_len=_sim_max_model_len(config, read_context_length(files), kv_tokens),
-        max_draft_len=config.max_draft_len,
-        sources=("sim",) if config.max_draft_len else (),
+        max_draft_len=config.sim_draft_len,
+        sources=("sim",) if config.sim_draft_len else (),
         unsupported_sampling=frozenset(),
         lookahead=0,
         dtype="none",

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from engine.speculation.names import FIRST_OF, NONE, SPECULATORS, check_speculator, members_of
 from protocol.curve_keys import check_curve_options
 from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address, stays_here
 from protocol.served_name import check_served_model_name
@@ -17,6 +18,7 @@ from protocol.served_name import check_served_model_name
 NGRAM_OPTIONS = ("lookup_min", "lookup_max")
 MODEL_DRAFTERS = ("draft_model",)  # speculators that load weights of their own
 DRAFTER_OPTIONS = ("draft_model", "draft_sampling")  # what only they read
+SIM_DRAFT_TOKENS = 5  # as the n-gram drafter has
 SIM_OPTIONS = ("sim_step_ms", "sim_prefill_ms", "sim_acceptance")
 MODEL_OPTIONS = ("dtype", "device", "memory_share")  # say nothing about a simulated engine
 
@@ -58,8 +60,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1.0
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in one KV block")] = 16
     prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
-    speculator: Annotated[Literal["none", "ngram"], Meta(description="where drafts come from")] = "ngram"
-    num_draft_tokens: Annotated[int, Meta(ge=1, le=64, description="most draft tokens in one round")] = 5
+    speculator: Annotated[
+        str, Meta(description=f"where drafts come from: {', '.join(SPECULATORS)} or {FIRST_OF}:A,B,...")
+    ] = "ngram"
+    num_draft_tokens: Annotated[
+        int | None, Meta(ge=1, le=64, description="most draft tokens in one round; default: the drafter's own")
+    ] = None
     lookup_min: Annotated[int, Meta(ge=1, le=64, description="ngram: shortest suffix that is looked up")] = 2
     lookup_max: Annotated[int, Meta(ge=1, le=64, description="ngram: longest suffix that is looked up")] = 4
     draft_model: Annotated[
@@ -126,6 +132,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_listen_address(self.listen, allow_plaintext_tcp=self.allow_plaintext_tcp or has_curve)
         if self.served_model_name is not None:
             check_served_model_name(self.served_model_name)
+        check_speculator(self.speculator)
         if self.lookup_min > self.lookup_max:
             raise ValueError(f"--lookup-min {self.lookup_min} is greater than --lookup-max {self.lookup_max}")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.block_size:
@@ -141,20 +148,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             _refuse(given, MODEL_OPTIONS, "says nothing with --executor sim, which runs no model")
         if "kv_cache_tokens" in given:
             _refuse(given, ("memory_share",), "says nothing with --kv-cache-tokens, which is a size already")
-        if self.speculator != "ngram":
-            _refuse(given, NGRAM_OPTIONS, "works only with --speculator ngram")
-        if self.speculator not in MODEL_DRAFTERS:
-            _refuse(given, DRAFTER_OPTIONS, f"works only with --speculator {' or '.join(MODEL_DRAFTERS)}")
+        self._refuse_unread(given, NGRAM_OPTIONS, ("ngram",))
+        self._refuse_unread(given, DRAFTER_OPTIONS, MODEL_DRAFTERS)
         if self.executor == "sim":
             _refuse(given, NGRAM_OPTIONS, "says nothing with --executor sim, which looks nothing up")
             _refuse(given, DRAFTER_OPTIONS, "says nothing with --executor sim, which loads nothing")
-        if self.speculator == "none":
+        if self.speculator == NONE:
             _refuse(given, ("num_draft_tokens", "sim_acceptance"), "says nothing with --speculator none")
 
+    def _refuse_unread(self, given: frozenset[str], options: tuple[str, ...], readers: tuple[str, ...]) -> None:
+        """Refuse options of drafters that the speculator does not ask."""
+        if not set(readers).intersection(members_of(self.speculator)):
+            _refuse(given, options, f"works only with --speculator {' or '.join(readers)}")
+
     @property
-    def max_draft_len(self) -> int:
-        """W, in tokens."""
-        return 0 if self.speculator == "none" else self.num_draft_tokens
+    def sim_draft_len(self) -> int:
+        """W of a simulated engine, in tokens. A real one's is its drafter's."""
+        return 0 if self.speculator == NONE else self.num_draft_tokens or SIM_DRAFT_TOKENS
 
     @property
     def sim(self) -> SimConfig:

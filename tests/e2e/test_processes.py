@@ -56,7 +56,7 @@ def test_serve_answers_and_says_what_it_does():
         assert answer["usage"]["completion_tokens"] == 8  # type: ignore[index]
         log = server.log()
         for words in (
-            "speculation  ngram, 5 draft tokens",
+            "speculation  ngram",
             "configuration model=embedded",
             f"{server.base_url}/metrics",
         ):

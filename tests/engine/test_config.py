@@ -17,11 +17,12 @@ def config(*arguments: str) -> EngineConfig:
 def test_the_promised_defaults():
     got = config()
     assert (got.model, got.speculator, got.num_draft_tokens, got.lookup_min, got.lookup_max) == (
-        "embedded", "ngram", 5, 2, 4,
+        "embedded", "ngram", None, 2, 4,
     )  # fmt: skip
     assert (got.max_num_seqs, got.max_num_batched_tokens, got.block_size, got.prefix_caching) == (64, 512, 16, True)
-    assert (got.executor, got.engine_id, got.max_draft_len) == ("model", "0", 5)
-    assert config("--speculator", "none").max_draft_len == 0
+    assert (got.executor, got.engine_id, got.sim_draft_len) == ("model", "0", 5)
+    assert config("--speculator", "none").sim_draft_len == 0
+    assert config("--num-draft-tokens", "7").sim_draft_len == 7
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,9 @@ def test_the_promised_defaults():
         (("--executor", "sim", "--memory-share", "0.5"), "--memory-share says nothing with --executor sim"),
         (("--kv-cache-tokens", "64", "--memory-share", "0.5"), "--memory-share says nothing with --kv-cache-tokens"),
         (("--memory-share", "0"), "--memory-share"),
+        (("--speculator", "eagle9"), "--speculator 'eagle9' is not known; known speculators are none, ngram"),
+        (("--speculator", ""), "--speculator '' is not known"),
+        (("--speculator", "first_of:ngram,none"), "--speculator first_of:ngram,none cannot ask 'none'"),
         (("--speculator", "none", "--lookup-min", "2"), "--lookup-min works only with --speculator ngram"),
         (("--speculator", "none", "--lookup-max", "2"), "--lookup-max works only with --speculator ngram"),
         (("--speculator", "none", "--num-draft-tokens", "2"), "--num-draft-tokens says nothing"),
