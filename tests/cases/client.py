@@ -56,7 +56,7 @@ class Streamed:
 class Client:
     """Talks to one server at `base_url`."""
 
-    def __init__(self, base_url: str, timeout_s: float = 60.0) -> None:
+    def __init__(self, base_url: str, timeout_s: float = 300.0 if IS_LONG else 60.0) -> None:
         self.base_url = base_url
         self.timeout_s = timeout_s
         self._sessions = threading.local()

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.cases.client import IS_LONG, PAT, Client, together
+from tests.cases.client import IS_LONG, PAT, Client, together, total
 from tests.cases.crowd import Answer, OpenRequest, answers, assert_same, leave_all, seeded
 from tests.cases.laws import increments, labelled
-from tests.cases.processes import unharmed
+from tests.cases.processes import unharmed, wait_until
 
 WIDTH = 5
 NUM_STAYING, NUM_LEAVING = 8, 8  # together the 16 streams of the case
 STORM_S = 20.0 if IS_LONG else 3.0
 MIN_TOKENS = 50
+ABANDONED = "drafthouse:requests_abandoned_total"
 
 
 def mixed_bodies(rng: random.Random, count: int) -> list[dict[str, Any]]:
@@ -56,6 +57,11 @@ def keep_asking(client: Client, body: dict[str, Any], until: float) -> list[Answ
     return got
 
 
+def num_left(samples: dict[str, float]) -> float:
+    """Clients that left, at whatever stage of their request."""
+    return labelled(samples, "vllm:request_success_total", finished_reason="abort") + total(samples, ABANDONED)
+
+
 def assert_as_alone(got: Sequence[Answer], alone: Answer) -> None:
     assert_same(got, [alone] * len(got))
     for one in got:
@@ -75,11 +81,11 @@ def test_abort_5_the_survivors_of_random_cancels_answer_as_alone(ref: Client, sp
         storm.start()
         got = together([lambda body=body: keep_asking(spec, body, until) for body in staying], width=NUM_STAYING)
         storm.join()
+        wait_until(lambda: num_left(spec.metrics()) - num_left(before) == left[0], 5, "everyone who left is counted")
         spec.assert_quiet(within_s=3.0 if IS_LONG else 2.0)
         after = spec.metrics()
     assert increments(before, after, WIDTH).speculation.accepted > 0
-    aborted = [labelled(page, "vllm:request_success_total", finished_reason="abort") for page in (before, after)]
-    assert aborted[1] - aborted[0] == left[0], "the storm's streams never end by themselves"
+    assert total(after, ABANDONED) - total(before, ABANDONED) <= left[0] / 10, "nearly all of them ran"
     for body, mine, reference in zip(staying, got, alone, strict=True):
         assert len(reference.token_ids) >= body.get("min_tokens", 0)
         assert_as_alone(mine, reference)
