@@ -108,7 +108,15 @@ def _checked(arch: ArchConfig, fields: _Fields) -> ArchConfig:
 
 
 def _from_hf(files: ModelFiles) -> ArchConfig:
-    fields = _Fields(files.path / "config.json", files.config)
+    return arch_of_config(files.path / "config.json", files.config, read_context_length(files))
+
+
+def arch_of_config(path: Path, config: Mapping[str, object], context_length: int) -> ArchConfig:
+    """The architecture that one JSON object describes: a model's config.json, or a drafter's part of it (`path` says where).
+
+    Raises `ModelFilesError` as `read_arch` does.
+    """
+    fields = _Fields(path, config)
     family = fields.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise fields.refusal(f"model_type {family!r:.60} is not supported ({', '.join(FAMILIES)} are)")
@@ -118,7 +126,6 @@ def _from_hf(files: ModelFiles) -> ArchConfig:
         raise fields.refusal(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
     default_head_dim = 128 if family == "qwen3" else max(1, hidden_size // num_heads)
     attention_bias = fields.flag("attention_bias")
-    context_length = read_context_length(files)
     arch = ArchConfig(
         family=family,
         vocab_size=fields.size("vocab_size"),

@@ -41,7 +41,7 @@ class StoredTensor:
 class SafetensorsSource:
     def __init__(self, files: ModelFiles, arch: ArchConfig) -> None:
         self._tied = arch.tied
-        self._tensors = _read_directory(files.path)
+        self._tensors = read_directory(files.path)
         self._handles: dict[Path, Any] = {}
 
     @property
@@ -84,7 +84,7 @@ class SafetensorsSource:
         return name.endswith(_IGNORED_SUFFIXES) or (self._tied and name == "lm_head.weight")
 
 
-def _read_directory(directory: Path) -> dict[str, StoredTensor]:
+def read_directory(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of every weight file of the directory, by name."""
     tensors: dict[str, StoredTensor] = {}
     for path in _weight_files(directory):
