@@ -21,6 +21,18 @@ Progress = Callable[[int, int], None]  # (bytes of the files done, bytes in tota
 
 
 @dataclass(frozen=True)
+class EagleOverrides:
+    """What a user knows better than an EAGLE checkpoint's own files, one field per convention. None: as the files say."""
+
+    taps: str | None = None  # numbers of hidden states of the target, "2,9,15"
+    final_norm: bool | None = None  # a tap behind the last layer is read after the target's final norm
+    norm_before_residual: bool | None = None  # the residual stream starts from the normalised features
+    norm_output: bool | None = None  # what is fed back is normalised
+    feature_norm: str | None = None  # before fc: "none", "joint" (one over all taps) or "each" (one per tap)
+    vocabulary_map: str | None = None  # d2t holds "offsets" or token "ids"
+
+
+@dataclass(frozen=True)
 class SpeculationSettings:
     """What a user may say about drafting, whichever drafter reads it. None: the drafter's own default."""
 
@@ -31,6 +43,7 @@ class SpeculationSettings:
     draft_sampling: str | None = None  # "greedy" or "sampled"
     tree_depth: int | None = None
     tree_top_k: int | None = None
+    eagle: EagleOverrides = EagleOverrides()
 
 
 @dataclass(frozen=True)
