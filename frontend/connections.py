@@ -4,14 +4,18 @@ A client that has sent its request and shut down its sending side still reads; a
 until something is written to it. A stream is therefore carried on and written to soon (a failed write ends it); for an answer
 that is written at its end only, the half-close is taken for a departure and the connection is closed at once. So it is when the
 rest of a request is missing: nothing can bring it any more.
-Owns that decision per connection, and two bounds that aiohttp lacks: how many connections there are, and how long a client may
-take to send a request. `frontend.app` creates the handlers; `frontend.completions` and `frontend.sse` say what kind of answer is
+Owns that decision per connection, and three bounds that aiohttp lacks: how many connections there are, how long a client may take
+to send a request, and how long an answer may lie here unread. `frontend.app` creates the handlers; `frontend.completions` and `frontend.sse` say what kind of answer is
 running.
 """
 
 import asyncio
+import contextlib
+import fcntl
 import logging
 import resource
+import sys
+import termios
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -26,10 +30,16 @@ from frontend.errors import ApiError, overloaded
 # aiohttp has buffered of a body takes some more.
 GRACE_S = 0.5
 
-FULL, SLOW_HEAD, SLOW_BODY = "full", "slow_head", "slow_body"
+# An answer waits here, whole and in nobody's account any more, until its client has read it. Who reads less than this is not
+# reading: an answer of 16 MB would take hours.
+MIN_READ_BYTES_PER_S = 1024
+
+FULL, SLOW_HEAD, SLOW_BODY, SLOW_READER = "full", "slow_head", "slow_body", "slow_reader"
+REASONS = (FULL, SLOW_HEAD, SLOW_BODY, SLOW_READER)
 CONNECTION_FAMILY = (
     "drafthouse:connections_refused",
-    "Client connections closed: more than --max-connections, or a request not sent within --request-read-timeout-s.",
+    "Client connections closed: more than --max-connections, or a request not sent, or nothing of an answer read, within "
+    "--request-read-timeout-s.",
     "reason",
 )
 RESERVED_FILES = 64  # of the limit of open files: engines, exporters, logs, the model's files
@@ -45,7 +55,7 @@ class ConnectionLimits:
     max_connections: int
     read_timeout_s: float
     num_open: int = 0
-    refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys((FULL, SLOW_HEAD, SLOW_BODY), 0))
+    refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
 
 def max_connections(config: FrontendConfig) -> int:
@@ -66,23 +76,33 @@ def raise_open_files_limit() -> None:
 class ConnectionHandler(RequestHandler):
     """aiohttp's handler of one connection, which outlives a half-close while a request runs."""
 
-    __slots__ = ("_at_half_close", "_body", "_deadline", "_is_half_closed", "_is_refused", "_limits", "_wire")
+    __slots__ = (
+        "_at_half_close",
+        "_body",
+        "_deadline",
+        "_is_half_closed",
+        "_is_refused",
+        "_limits",
+        "_reading",
+        "_wire",
+    )
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._is_refused = False
         self._deadline: asyncio.TimerHandle | None = None  # while the client owes a part of a request
-        self._wire: asyncio.BaseTransport | None = None
+        self._reading: asyncio.TimerHandle | None = None  # while more of an answer waits than the transport likes
+        self._wire: asyncio.Transport | None = None
         self._is_half_closed = False
         self._at_half_close: Callable[[], None] | None = None
         self._body: StreamReader | None = None  # of the request that is being served
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._wire = transport
+        self._wire = cast(asyncio.Transport, transport)
         self._limits.num_open += 1
         if self._limits.num_open > self._limits.max_connections:
-            self._refuse(cast(asyncio.Transport, transport))
+            self._refuse(self._wire)
             return
         self._expect()
         super().connection_made(transport)
@@ -90,8 +110,17 @@ class ConnectionHandler(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._limits.num_open -= 1
         self._relax()
+        self._stop_watching_reader()
         if not self._is_refused:
             super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_watching_reader()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -191,6 +220,27 @@ class ConnectionHandler(RequestHandler):
         logger.info("connection closed reason=%s timeout_s=%g", reason, self._limits.read_timeout_s)
         self.drop()
 
+    def _watch_reader(self) -> None:
+        if self._wire is not None:
+            timeout_s = self._limits.read_timeout_s
+            self._reading = self._loop.call_later(timeout_s, self._check_reader, _unread_bytes(self._wire))
+
+    def _stop_watching_reader(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _check_reader(self, unread_before: int) -> None:
+        """Nothing is written while the transport is full: what became less was read."""
+        if self._wire is None:
+            return
+        if unread_before - _unread_bytes(self._wire) >= MIN_READ_BYTES_PER_S * self._limits.read_timeout_s:
+            self._watch_reader()
+            return
+        self._limits.refused[SLOW_READER] += 1
+        logger.info("connection closed reason=%s timeout_s=%g", SLOW_READER, self._limits.read_timeout_s)
+        self._wire.abort()  # closing would wait until the rest was read
+
     def _watch(self) -> None:
         num_bytes = 0 if self._body is None else self._body.total_bytes
         asyncio.get_running_loop().call_later(GRACE_S, self._close_if_useless, self._body, num_bytes)
@@ -204,6 +254,14 @@ class ConnectionHandler(RequestHandler):
                 self.drop()
             else:
                 self._watch()
+
+
+def _unread_bytes(transport: asyncio.Transport) -> int:
+    """What the client has not taken yet: here, and in the kernel, which wants more only when much of its own is gone."""
+    in_kernel = bytearray(4)
+    with contextlib.suppress(OSError):  # the connection has ended, or this system does not answer
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_kernel)
+    return transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 
 
 def begin_serving(request: web.Request) -> None:

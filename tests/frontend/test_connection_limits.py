@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import resource
+import socket
 
 import pytest
 
@@ -209,3 +210,40 @@ async def test_heads_are_bounded(head):
         with contextlib.suppress(ConnectionError):  # closed while we were still sending: as good
             answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
         assert not answer or answer.startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
+
+
+async def test_an_answer_that_nobody_reads_is_not_kept():
+    async with listening(request_read_timeout_s=0.3) as site:
+        _, writer = await _ask_for_much(site)
+        async with asyncio.timeout(20):
+            while refused(site, "slow_reader") + "1\n" not in site.page():
+                await asyncio.sleep(0.05)
+        writer.close()
+
+
+async def test_an_answer_that_is_read_slowly_arrives_whole():
+    async with listening(request_read_timeout_s=2.0) as site:
+        reader, writer = await _ask_for_much(site)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+        left = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        assert left > 8_000_000
+        while left:  # with pauses, so that it takes much longer than nothing may be read
+            part = min(left, 1_000_000)
+            left -= len(await asyncio.wait_for(reader.readexactly(part), 20))
+            await asyncio.sleep(0.5)
+        assert refused(site, "slow_reader") + "0\n" in site.page()
+        writer.close()
+
+
+async def _ask_for_much(site):
+    """A request whose answer is longer than what the kernel holds for a client with a small window."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", site.port))
+    reader, writer = await asyncio.open_connection(sock=client)
+    body = json.dumps({"tokens": [1] * 800_000}).encode()  # 12 characters each
+    head = f"POST /detokenize HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    return reader, writer
