@@ -120,7 +120,11 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 60.0
     max_connections: Annotated[
         int | None,
-        Meta(ge=1, le=1_000_000, description="most client connections, per frontend; default: what the limit of open files allows"),
+        Meta(
+            ge=1,
+            le=1_000_000,
+            description="most client connections, per frontend; default: what the limit of open files allows",
+        ),
     ] = None
     curve_key_file: Annotated[
         str | None, Meta(description="this frontend's secret key: encrypts tcp:// (see `drafthouse keys`)")
