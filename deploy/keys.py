@@ -72,8 +72,9 @@ Give every frontend frontend.key and engine.pub:
   drafthouse frontend --engine tcp://ENGINE:5570 \\
       --curve-key-file {directory}/frontend.key --curve-server-key-file {directory}/engine.pub
 
-A frontend with keys of its own: run this again for another directory, and append its frontend.pub to the file that the
-engines read. To replace keys, make new ones and restart both sides.
+Engines and frontends read them once, when they start. A frontend with keys of its own: run this again for another
+directory, append its frontend.pub to the file that the engines read, and restart the engines. To replace keys, make new
+ones and restart both sides.
 """
 
 

@@ -1,6 +1,7 @@
 """What the documents name exists: options, files, metric families, commands."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from deploy.serve import options as serve_options
 from engine.config import EngineConfig
 from frontend.config import FrontendConfig
 from frontend.families import FAMILIES
-from protocol.options import table
+from protocol.options import OptionsError, parse, read, table
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])
@@ -18,7 +19,13 @@ NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]+)")
 OTHERS = re.compile(r"\b(?:docker|docker-compose|kubectl|kustomize) [^`\n]*")  # commands whose options are not ours
 SOURCE_PATH = re.compile(r"`((?:engine|frontend|protocol|deploy|tests)/[\w/]+\.(?:py|sh))`")
-LINK = re.compile(r"\]\(([^)#:]+)\)")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
+BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(
+    r"^(?:\$ )?(?:\w+=\S+ )*(?:\.venv/bin/)?drafthouse (engine|frontend|serve|report) ?(.*)$", re.MULTILINE
+)
+CONFIGS = {"engine": EngineConfig, "frontend": FrontendConfig, "report": ReportConfig}
 
 
 def known_flags() -> set[str]:
@@ -40,6 +47,42 @@ def test_every_file_a_document_names_exists(path: Path):
         path.parent / link for link in LINK.findall(text)
     ]
     assert [str(file) for file in named if not file.exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_every_heading_a_document_links_to_exists(path: Path):
+    linked = {(path.parent / target if target else path, anchor) for target, anchor in ANCHOR.findall(path.read_text())}
+    assert [f"{target}#{anchor}" for target, anchor in linked if anchor not in anchors(target)] == []
+
+
+def anchors(path: Path) -> set[str]:
+    """What a renderer calls the headings of a document."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """(role, arguments) of the lines that call drafthouse, in blocks of shell."""
+    blocks = "\n".join(BLOCK.findall(text)).replace("\\\n", " ")
+    return [(role, shlex.split(rest, comments=True)) for role, rest in COMMAND.findall(blocks)]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_every_command_of_a_document_is_understood(path: Path):
+    for role, arguments in commands(path.read_text()):
+        if role == "serve":
+            read(serve_options(), arguments, {}, program="drafthouse serve")
+        else:
+            parse(CONFIGS[role], arguments, {}, program=f"drafthouse {role}")
+
+
+def test_commands_are_found_in_the_documents_and_a_wrong_one_is_refused():
+    found = {role for path in DOCUMENTS for role, _ in commands(path.read_text())}
+    assert found == {"engine", "frontend", "serve", "report"}
+    [(role, arguments)] = commands("```\n.venv/bin/drafthouse engine \\\n  --port 1  # no option of an engine\n```\n")
+    assert role == "engine" and arguments == ["--port", "1"]
+    with pytest.raises(OptionsError, match="--port"):
+        parse(EngineConfig, arguments, {}, program="drafthouse engine")
 
 
 def test_the_table_of_engine_families_is_the_one_that_is_served():
