@@ -5,7 +5,7 @@ the published counters and the blocks of every live sequence. Used by tests that
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from protocol.counters import Counters
 from protocol.messages import Capacity, Close, Finish, Load, SequenceOutput, Submit, TokenLogprobs
 from protocol.model_files import resolve
 from protocol.reasons import CloseReason
+from tests.draft_files import draft_files
 from tests.fakes import FakeClock, FakeInbox, FakePublisher
 
 FRONTEND = "f"
@@ -102,7 +103,7 @@ class InProcessEngine:
                 block_size=shape.block_size,
                 max_num_seqs=shape.max_num_seqs,
                 speculator=drafter.name,
-                speculation=drafter.settings,
+                speculation=settings_for(drafter, directory),
             ),
         )
         if drafter.oracle is not None:
@@ -177,6 +178,16 @@ class InProcessEngine:
     def answers(self) -> dict[ChildId, Answer]:
         """What every child's client received; a gap, a repetition or more after the end is an AssertionError."""
         return {child: answer_of(outputs) for child, outputs in self.outputs().items()}
+
+
+def settings_for(drafter: Drafter, target: Path) -> SpeculationSettings:
+    """The drafter's settings, with tiny files next to the target's where it needs some and the test names none."""
+    if drafter.settings.draft_model is not None:
+        return drafter.settings
+    names = drafter.name.removeprefix("first_of:").split(",")
+    paths = [draft_files(name, target.with_name(f"{target.name}-{name}"), target) for name in names]
+    found = [path for path in paths if path is not None]
+    return replace(drafter.settings, draft_model=str(found[0])) if found else drafter.settings
 
 
 def answer_of(outputs: Sequence[SequenceOutput]) -> Answer:

@@ -1,0 +1,35 @@
+"""Tiny checkpoints for the drafters that have weights, by the name that starts them.
+
+Owns the table: a registered name without an entry fails every test that starts it. Used by `tests.inprocess`, so that a
+drafter is given its files wherever a test builds an engine.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+Writer = Callable[[Path, Path], object]  # (where to write, the target's Hugging Face directory)
+
+# None: the drafter has no weights.
+_WRITERS: Mapping[str, Writer | None] = {
+    "none": None,
+    "ngram": None,
+    "suffix": None,
+    "prediction": None,
+}
+
+
+def draft_files(name: str, directory: Path, target: Path) -> Path | None:
+    """The files of the drafter `name` for the model in `target`, written to `directory` once; None where it has none."""
+    assert name in _WRITERS, f"tests/draft_files.py does not say which files the drafter {name} needs"
+    writer = _WRITERS[name]
+    if writer is None:
+        return None
+    if not directory.exists():
+        writer(directory, target)
+    return directory
+
+
+def has_files(name: str) -> bool:
+    """Whether the drafter runs a model of its own, which a toy target cannot have."""
+    assert name in _WRITERS, f"tests/draft_files.py does not say which files the drafter {name} needs"
+    return _WRITERS[name] is not None
