@@ -173,7 +173,7 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
     if config.profile_dir is not None:
         quiet_kineto()
     from engine.construction import ExecutorSettings, build_executor
-    from engine.speculation.recipe import SpeculationSettings
+    from engine.speculation.recipe import EagleOverrides, SpeculationSettings
 
     settings = ExecutorSettings(
         dtype=config.dtype,
@@ -190,6 +190,16 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
             lookup_max=config.lookup_max,
             draft_model=config.draft_model,
             draft_sampling=config.draft_sampling,
+            tree_depth=config.tree_depth,
+            tree_top_k=config.tree_top_k,
+            eagle=EagleOverrides(
+                taps=config.eagle_taps,
+                final_norm=config.eagle_final_norm,
+                norm_before_residual=config.eagle_norm_before_residual,
+                norm_output=config.eagle_norm_output,
+                feature_norm=config.eagle_feature_norm,
+                vocabulary_map=config.eagle_vocabulary_map,
+            ),
         ),
     )
     built = build_executor(files, settings, on_progress)

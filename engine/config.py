@@ -16,8 +16,13 @@ from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address, stays_here
 from protocol.served_name import check_served_model_name
 
 NGRAM_OPTIONS = ("lookup_min", "lookup_max")
-MODEL_DRAFTERS = ("draft_model",)  # speculators that load weights of their own
+EAGLE_DRAFTERS = ("eagle", "eagle3")
+MODEL_DRAFTERS = ("draft_model", *EAGLE_DRAFTERS)  # speculators that load weights of their own
 DRAFTER_OPTIONS = ("draft_model", "draft_sampling")  # what only they read
+EAGLE_OPTIONS = (
+    "tree_top_k", "tree_depth", "eagle_taps", "eagle_final_norm", "eagle_norm_before_residual", "eagle_norm_output",
+    "eagle_feature_norm", "eagle_vocabulary_map",
+)  # fmt: skip
 SIM_DRAFT_TOKENS = 5  # as the n-gram drafter has
 SIM_OPTIONS = ("sim_step_ms", "sim_prefill_ms", "sim_acceptance")
 MODEL_OPTIONS = ("dtype", "device", "memory_share")  # say nothing about a simulated engine
@@ -77,6 +82,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="drafters with weights: their likeliest tokens, or draws whose probabilities the verdict reads"
         ),
     ] = "greedy"
+    tree_top_k: Annotated[
+        int, Meta(ge=0, le=32, description="eagle, eagle3: draft a tree with this many children per node; 0: a chain")
+    ] = 0
+    tree_depth: Annotated[
+        int | None, Meta(ge=1, le=16, description="eagle, eagle3: levels of the tree; default: 5")
+    ] = None
+    eagle_taps: Annotated[
+        str | None,
+        Meta(description="eagle, eagle3: hidden states of the target it reads (2,9,15; 0 is the embedding)"),
+    ] = None
+    eagle_final_norm: Annotated[
+        bool | None, Meta(description="eagle, eagle3: the last hidden state is read after the target's final norm")
+    ] = None
+    eagle_norm_before_residual: Annotated[
+        bool | None, Meta(description="eagle3: the residual stream begins behind the features' norm")
+    ] = None
+    eagle_norm_output: Annotated[bool | None, Meta(description="eagle3: what is fed back is normalised")] = None
+    eagle_feature_norm: Annotated[
+        Literal["none", "joint", "each"] | None,
+        Meta(description="eagle3: the norm before fc: one over all hidden states, or one for each"),
+    ] = None
+    eagle_vocabulary_map: Annotated[
+        Literal["offsets", "ids"] | None, Meta(description="eagle3: what the tensor d2t holds; default: offsets")
+    ] = None
     executor: Annotated[Literal["model", "sim"], Meta(description="sim: a simulated engine without weights")] = "model"
     sim_step_ms: Annotated[float, Meta(ge=0, le=60_000, description="sim: duration of a step")] = 0.0
     sim_prefill_ms: Annotated[float, Meta(ge=0, le=60_000, description="sim: duration of 1000 prompt tokens")] = 0.0
@@ -150,9 +179,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             _refuse(given, ("memory_share",), "says nothing with --kv-cache-tokens, which is a size already")
         self._refuse_unread(given, NGRAM_OPTIONS, ("ngram",))
         self._refuse_unread(given, DRAFTER_OPTIONS, MODEL_DRAFTERS)
+        self._refuse_unread(given, EAGLE_OPTIONS, EAGLE_DRAFTERS)
         if self.executor == "sim":
             _refuse(given, NGRAM_OPTIONS, "says nothing with --executor sim, which looks nothing up")
-            _refuse(given, DRAFTER_OPTIONS, "says nothing with --executor sim, which loads nothing")
+            _refuse(given, DRAFTER_OPTIONS + EAGLE_OPTIONS, "says nothing with --executor sim, which loads nothing")
         if self.speculator == NONE:
             _refuse(given, ("num_draft_tokens", "sim_acceptance"), "says nothing with --speculator none")
 
