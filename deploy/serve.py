@@ -202,7 +202,9 @@ async def _announce(plan: Plan, port: int, supervisor: Supervisor) -> None:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps({"model": plan.model_name, "messages": [{"role": "user", "content": "Hello!"}]})
     _say(f"ready after {time.monotonic() - started_s:.1f} s on {url} (metrics: {url}/metrics)")
-    _say(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    has_keys = plan.frontend.api_key_file is not None or VARIABLE in os.environ
+    key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
+    _say(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'")
     _say(f"running: {supervisor.status()}")
     while True:
         await supervisor.restarted()

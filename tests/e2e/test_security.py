@@ -153,6 +153,7 @@ def test_a_keyed_server_lets_in_who_has_a_key_and_keeps_it_to_itself(tmp_path: P
             assert ask(server.base_url + page)[0] == 200
         for page in ("/v1/models", "/version", "/nope"):
             assert ask(server.base_url + page)[0] == 401
+        assert "-H 'Authorization: Bearer KEY' -d" in server.log(), "the command that serve proposes would be refused"
         assert ask(f"{server.base_url}/start_profile", KEY, {})[0] == 401
         assert (
             ask(f"{server.base_url}/start_profile", ADMIN, {})[0] == 400

@@ -49,3 +49,8 @@ def test_the_grace_is_part_of_the_drain():
     assert config("--drain-grace-s", "8").drain_timeout_s == 8
     with pytest.raises(OptionsError, match=r"--drain-grace-s 8\.5 is longer than --drain-timeout-s 8"):
         config("--drain-grace-s", "8.5")
+
+
+def test_a_log_level_that_does_not_exist_is_refused_by_its_flag():
+    with pytest.raises(OptionsError, match=r"^--log-level: expected one of debug, info, warning, error, got 'loud'$"):
+        config("--log-level", "loud")
