@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -170,8 +170,16 @@ async def _whole(answer: Answer) -> web.Response:
             piece = choice.take()
             if piece is not None:
                 pieces[choice.index].append(piece)
-    body = msgspec.json.encode(answer.whole(pieces))
+    options = answer.options
+    if options.logprobs or options.prompt_logprobs:  # up to seconds of work, in which other streams would stand still
+        body = await asyncio.to_thread(_encoded, answer, pieces)
+    else:
+        body = _encoded(answer, pieces)
     return web.Response(body=body, content_type="application/json")
+
+
+def _encoded(answer: Answer, pieces: Mapping[int, Piece]) -> bytes:
+    return msgspec.json.encode(answer.whole(pieces))
 
 
 async def _stream(server: Server, request: web.Request, answer: Answer) -> web.StreamResponse:

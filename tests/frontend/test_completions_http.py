@@ -3,10 +3,12 @@
 import asyncio
 import json
 import random
+import threading
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from frontend import answers
 from frontend.app import build_app
 from protocol.messages import Finish
 from protocol.reasons import CloseReason, FinishReason, RejectReason
@@ -258,6 +260,22 @@ async def test_nothing_of_a_bad_prompt_list_runs(api, prompt):
     assert status == 400
     assert "prompt" in answer["error"]["message"]
     assert not api.engine.submitted
+
+
+@pytest.mark.parametrize(("path", "shape"), [(COMPLETIONS, "completion_logprobs"), (CHAT, "chat_logprobs")])
+async def test_log_probabilities_of_a_whole_answer_are_written_off_the_event_loop(api, monkeypatch, path, shape):
+    # 128 answers of 8000 tokens with 20 alternatives each are most of a minute, in which every other stream would stand still.
+    threads, original = [], getattr(answers, shape)
+
+    def noted(*arguments):
+        threads.append(threading.current_thread())
+        return original(*arguments)
+
+    monkeypatch.setattr(answers, shape, noted)
+    extra = {"logprobs": 1} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 1}
+    answer = await api.whole(path, [[582], [827]], n=2, **extra)
+    assert [choice["logprobs"] is not None for choice in answer["choices"]] == [True, True]
+    assert len(threads) == 2 and threading.current_thread() not in threads
 
 
 async def test_echo_puts_the_prompt_before_text_and_logprobs(api):
