@@ -8,7 +8,7 @@ import threading
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from frontend import answers
+from frontend import answers, completions
 from frontend.app import build_app
 from protocol.messages import Finish
 from protocol.reasons import CloseReason, FinishReason, RejectReason
@@ -276,6 +276,20 @@ async def test_log_probabilities_of_a_whole_answer_are_written_off_the_event_loo
     answer = await api.whole(path, [[582], [827]], n=2, **extra)
     assert [choice["logprobs"] is not None for choice in answer["choices"]] == [True, True]
     assert len(threads) == 2 and threading.current_thread() not in threads
+
+
+async def test_so_are_those_that_a_stream_has_let_wait(api, monkeypatch):
+    threads, original = [], answers.completion_logprobs
+
+    def noted(*arguments):
+        threads.append(threading.current_thread())
+        return original(*arguments)
+
+    monkeypatch.setattr(answers, "completion_logprobs", noted)
+    monkeypatch.setattr(completions, "MANY_ENTRIES", 0)
+    chunks = await api.chunks(COMPLETIONS, [[582, 827], [1296]], logprobs=1, max_tokens=3)
+    assert sum(len(choice["logprobs"]["tokens"]) for chunk in chunks for choice in chunk["choices"]) == 3
+    assert threads and threading.current_thread() not in threads
 
 
 async def test_echo_puts_the_prompt_before_text_and_logprobs(api):
