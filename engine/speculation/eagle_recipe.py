@@ -1,0 +1,271 @@
+"""`--speculator eagle` and `eagle3`: from options and files to a drafter that is checked, then built.
+
+Owns what of a checkpoint is read before any weight: its layout, its shapes, what it shares with the target, the memory it
+takes. Called by the registry.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from engine.kv.pool import KVPool, KVShape
+from engine.model.arch import ArchConfig, arch_of_config
+from engine.speculation.choice import DraftSampling
+from engine.speculation.drafter_tensors import DrafterTensors
+from engine.speculation.eagle_drafter import EaglePlan, EagleSpeculator
+from engine.speculation.eagle_head import EagleHead, HeadConventions
+from engine.speculation.eagle_layout import EagleFacts, recognise, resolve_facts
+from engine.speculation.eagle_passes import EaglePasses
+from engine.speculation.eagle_tree import TreeShape
+from engine.speculation.eagle_weights import (
+    EMBEDDING,
+    HEAD,
+    EagleShape,
+    expected_tensors,
+    load_weights,
+    read_map,
+)
+from engine.speculation.first_token_watch import FirstTokenWatch
+from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts
+from engine.speculation.speculator import Capabilities, Speculator
+from protocol.model_files import ModelFilesError, resolve
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CHAIN_TOKENS = 4
+DEFAULT_TREE_NODES = 16
+DEFAULT_TREE_DEPTH = 5
+MAX_TREE_DEPTH = 16
+MAX_TREE_TOP_K = 32
+_LAYER = "layers.0."
+_MAPS = frozenset({"d2t", "t2d"})
+
+
+def prepare_eagle(settings: SpeculationSettings, facts: TargetFacts) -> Recipe:
+    """EAGLE-1 and EAGLE-2: one kind of checkpoint, drafted as a chain or as a tree."""
+    return _EagleRecipe(settings, facts, "eagle", generation=1)
+
+
+def prepare_eagle3(settings: SpeculationSettings, facts: TargetFacts) -> Recipe:
+    return _EagleRecipe(settings, facts, "eagle3", generation=3)
+
+
+class _EagleRecipe(Recipe):
+    """Raises as `engine.speculation.registry.prepare` does."""
+
+    def __init__(self, settings: SpeculationSettings, facts: TargetFacts, name: str, generation: int) -> None:
+        self._name = name
+        tree = _tree_shape(settings)
+        is_sampled = _is_sampled(settings, tree)
+        self._tensors, config, layer_config = _open(settings, name)
+        shape = _shape(self._tensors, config, layer_config, settings, facts)
+        if shape.facts.layout.generation != generation:
+            other = "eagle" if generation == 3 else "eagle3"
+            raise ValueError(f"{self._tensors.directory} is an {other} drafter: say --speculator {other}")
+        expected = expected_tensors(shape)
+        self._tensors.check(expected, _MAPS if shape.has_map else frozenset(), f"an {name} drafter")
+        read_map(self._tensors, shape, torch.device("cpu"))  # refused now rather than after the target is loaded
+        self._shape = shape
+        taps = tuple(dict.fromkeys(shape.facts.taps))  # the target gives each once
+        self._plan = EaglePlan(
+            tree=tree,
+            is_sampled=is_sampled,
+            context_length=min(shape.arch.context_length, facts.max_model_len),
+            tap_order=tuple(taps.index(tap) for tap in shape.facts.taps),
+        )
+        self.capabilities = Capabilities(
+            max_draft_len=settings.num_draft_tokens or _default_length(config, tree),
+            sources=(name,),
+            tree=tree is not None,
+            gives_probs=is_sampled,
+            taps=taps,
+            lookahead=1,
+        )
+        self.kv_shape = KVShape(1, shape.arch.num_kv_heads, shape.arch.head_dim, facts.block_size, facts.dtype)
+        self.weight_bytes = sum(prod(size) * _item_bytes(size, facts.dtype) for size in expected.values())
+        self._log(facts)
+
+    def build(self, target: Target, on_progress: Progress | None = None) -> Speculator:
+        weights = load_weights(self._tensors, self._shape, target.model)
+        num_layers = target.model.arch.num_layers
+        conventions = HeadConventions(
+            last_layer=tuple(tap == num_layers for tap in self._shape.facts.taps),
+            norm_before_residual=self._shape.facts.norm_before_residual,
+            norm_output=self._shape.facts.norm_output,
+        )
+        head = EagleHead(self._shape.arch, weights, conventions, target.model.arch.norm_eps)
+        assert self.kv_shape is not None
+        pool = KVPool(self.kv_shape, target.num_blocks, target.model.device)
+        watch = FirstTokenWatch(self._name, _suspects(self._shape.facts))
+        return EagleSpeculator(EaglePasses(head, pool), self._plan, self.capabilities, watch)
+
+    def _log(self, facts: TargetFacts) -> None:
+        shape = self._shape
+        own = [name for name, is_own in (("embedding", shape.has_embedding), ("head", shape.has_head)) if is_own]
+        logger.info(
+            "drafter speculator=%s path=%s %s vocabulary=%d of %d own=%s context=%d weight_mib=%d",
+            self._name, self._tensors.directory, shape.facts, shape.draft_vocab_size, shape.arch.vocab_size,
+            "+".join(own) or "nothing", shape.arch.context_length, self.weight_bytes >> 20,
+        )  # fmt: skip
+        if shape.arch.context_length < facts.max_model_len:
+            logger.warning(
+                "the drafter was made for shorter texts: sequences longer than that run without drafts "
+                "speculator=%s context=%d max_model_len=%d",
+                self._name, shape.arch.context_length, facts.max_model_len,
+            )  # fmt: skip
+
+
+def _open(
+    settings: SpeculationSettings, name: str
+) -> tuple[DrafterTensors, Mapping[str, object], Mapping[str, object]]:
+    """Tensors, config.json, and the part of it that describes the decoder layer."""
+    if settings.draft_model is None:
+        raise ValueError(
+            f"--speculator {name} needs --draft-model: the directory of the drafter's config.json and weights"
+        )
+    files = resolve(settings.draft_model)
+    if files.kind != "hf":
+        raise ModelFilesError(f"{files.path}: an {name} drafter is a Hugging Face directory, not a GGUF file")
+    tensors = DrafterTensors(files.path)
+    layout = recognise(files.config, tensors)
+    layer_config: object = files.config if layout.layer_config is None else files.config.get(layout.layer_config)
+    if not isinstance(layer_config, Mapping):
+        raise tensors.refusal(f"{layout.layer_config} of config.json is missing or no object")
+    return tensors, files.config, layer_config
+
+
+def _shape(
+    tensors: DrafterTensors,
+    config: Mapping[str, object],
+    layer_config: Mapping[str, object],
+    settings: SpeculationSettings,
+    facts: TargetFacts,
+) -> EagleShape:
+    arch = _layer_arch(tensors, layer_config, facts)
+    layout = recognise(config, tensors)
+    resolved = resolve_facts(layout, config, tensors, facts.arch.num_layers, settings.eagle)
+    if layout.generation == 1 and len(resolved.taps) != 1:
+        raise ValueError("--eagle-taps: an EAGLE-1/2 drafter reads one hidden state")
+    shape = EagleShape(
+        arch=arch,
+        facts=resolved,
+        target_width=facts.arch.hidden_size,
+        draft_vocab_size=_draft_vocab_size(tensors, config, arch.vocab_size),
+        has_fc_bias="fc.bias" in tensors,
+        has_embedding=EMBEDDING in tensors,
+        has_head=HEAD in tensors,
+        has_map="d2t" in tensors,
+    )
+    _check_shared(tensors, shape, settings)
+    return shape
+
+
+def _layer_arch(tensors: DrafterTensors, config: Mapping[str, object], facts: TargetFacts) -> ArchConfig:
+    """The head's layer; what config.json leaves open (biases, norms of heads) is what the tensors are."""
+    context = config.get("max_position_embeddings", facts.arch.context_length)
+    if type(context) is not int or context < 1:
+        raise tensors.refusal(f"max_position_embeddings of config.json must be a whole number, got {context!r:.40}")
+    arch = arch_of_config(tensors.directory / "config.json", config, context)
+    if arch.num_layers != 1:
+        raise tensors.refusal(f"EAGLE drafters of several layers are not supported; this one has {arch.num_layers}")
+    if arch.vocab_size != facts.vocab_size:
+        raise tensors.refusal(
+            f"it was made for a vocabulary of {arch.vocab_size} tokens; the target has {facts.vocab_size}"
+        )
+    return replace(
+        arch,
+        qkv_bias=f"{_LAYER}self_attn.q_proj.bias" in tensors,
+        out_bias=f"{_LAYER}self_attn.o_proj.bias" in tensors,
+        ffn_bias=f"{_LAYER}mlp.down_proj.bias" in tensors,
+        qk_norm=f"{_LAYER}self_attn.q_norm.weight" in tensors,
+    )
+
+
+def _draft_vocab_size(tensors: DrafterTensors, config: Mapping[str, object], vocab_size: int) -> int:
+    size = config.get("draft_vocab_size")
+    if size is None:
+        stored = tensors.shape(HEAD)
+        size = stored[0] if stored else vocab_size
+    if type(size) is not int or not 1 <= size <= vocab_size:
+        raise tensors.refusal(f"a draft vocabulary of {size!r:.40} tokens does not fit the target's {vocab_size}")
+    return size
+
+
+def _check_shared(tensors: DrafterTensors, shape: EagleShape, settings: SpeculationSettings) -> None:
+    """What a checkpoint leaves out must be what the target has."""
+    width, target_width = shape.arch.hidden_size, shape.target_width
+    if shape.facts.layout.generation == 1 and width != target_width:
+        raise tensors.refusal(f"it is {width} wide; the target it continues must be as wide, and is {target_width}")
+    for name, is_there in ((EMBEDDING, shape.has_embedding), (HEAD, shape.has_head)):
+        if not is_there and width != target_width:
+            raise tensors.refusal(
+                f"the tensor {name} is missing, and the target's is {target_width} wide where {width} is needed"
+            )
+    if shape.draft_vocab_size < shape.arch.vocab_size:
+        for name, is_there in ((HEAD, shape.has_head), ("d2t", shape.has_map)):
+            if not is_there:
+                raise tensors.refusal(
+                    f"the tensor {name} is missing: it drafts {shape.draft_vocab_size} of {shape.arch.vocab_size} tokens"
+                )
+    if settings.eagle.vocabulary_map is not None and not shape.has_map:
+        raise ValueError(f"--eagle-vocabulary-map says nothing: {tensors.directory} has no tensor d2t")
+    stored = tensors.shape("fc.weight")
+    if shape.facts.layout.generation == 3 and stored is not None and len(stored) == 2:
+        taps = shape.facts.taps
+        if stored[1] != len(taps) * target_width:
+            raise ValueError(
+                f"{tensors.directory}: fc.weight reads {stored[1]} numbers, which is not {len(taps)} hidden states "
+                f"({', '.join(map(str, taps))}) of {target_width}: another target, or --eagle-taps must say which to read"
+            )
+
+
+def _tree_shape(settings: SpeculationSettings) -> TreeShape | None:
+    top_k, depth = settings.tree_top_k or 0, settings.tree_depth
+    if not 0 <= top_k <= MAX_TREE_TOP_K:
+        raise ValueError(f"--tree-top-k must be between 0 and {MAX_TREE_TOP_K}, got {top_k}")
+    if top_k == 0:
+        if depth is not None:
+            raise ValueError("--tree-depth says nothing without --tree-top-k: a chain is as deep as it is long")
+        return None
+    if depth is not None and not 1 <= depth <= MAX_TREE_DEPTH:
+        raise ValueError(f"--tree-depth must be between 1 and {MAX_TREE_DEPTH}, got {depth}")
+    return TreeShape(top_k, depth or DEFAULT_TREE_DEPTH)
+
+
+def _is_sampled(settings: SpeculationSettings, tree: TreeShape | None) -> bool:
+    asked = settings.draft_sampling
+    if asked is not None and asked not in tuple(DraftSampling):
+        raise ValueError(f"--draft-sampling must be one of {', '.join(DraftSampling)}, got {asked!r:.40}")
+    if asked == DraftSampling.SAMPLED and tree is not None:
+        raise ValueError("--draft-sampling sampled cannot be had with --tree-top-k: a tree holds the likeliest tokens")
+    return asked == DraftSampling.SAMPLED
+
+
+def _default_length(config: Mapping[str, object], tree: TreeShape | None) -> int:
+    """What a speculators checkpoint was trained to draft, where it says so."""
+    if tree is not None:
+        return DEFAULT_TREE_NODES
+    described = config.get("speculators_config")
+    methods = described.get("proposal_methods") if isinstance(described, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    length = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    return length if type(length) is int and 1 <= length <= 64 else DEFAULT_CHAIN_TOKENS
+
+
+def _item_bytes(size: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.float32.itemsize if len(size) == 1 else dtype.itemsize
+
+
+def _suspects(facts: EagleFacts) -> str:
+    taps = ",".join(map(str, facts.taps))
+    if facts.layout.generation == 1:
+        return f"the hidden state it reads (--eagle-taps, now {taps}; --eagle-final-norm, now {facts.final_norm})"
+    return (
+        f"the hidden states it reads (--eagle-taps, now {taps}), then --eagle-norm-before-residual (now "
+        f"{facts.norm_before_residual}), --eagle-feature-norm (now {facts.feature_norm}), --eagle-norm-output (now "
+        f"{facts.norm_output}), --eagle-final-norm (now {facts.final_norm}) and --eagle-vocabulary-map (now "
+        f"{facts.vocabulary_map})"
+    )
