@@ -80,11 +80,14 @@ def place_draft(draft: Draft, indices: Sequence[int], num_spans: int) -> Draft:
     """Spread a draft of `len(indices)` rows over `num_spans` spans; the other spans get length zero."""
     if list(indices) == list(range(num_spans)):
         return draft
-    where = torch.tensor(indices, dtype=torch.int64).to(draft.tokens.device, non_blocking=True)
+    where = torch.tensor(indices, dtype=torch.int64)
+    where_tokens = where.to(draft.tokens.device, non_blocking=True)
 
     def placed(part: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        # Lengths and sources may have stayed on the host, which knows them without a copy from the device.
+        at = where_tokens if part.device == where_tokens.device else where
         spread = torch.full((num_spans, *part.shape[1:]), fill, dtype=part.dtype, device=part.device)
-        return spread.index_copy_(0, where, part)
+        return spread.index_copy_(0, at, part)
 
     return replace(
         draft,

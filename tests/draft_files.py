@@ -7,6 +7,8 @@ drafter is given its files wherever a test builds an engine.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tests.tiny import write_noisy_copy
+
 Writer = Callable[[Path, Path], object]  # (where to write, the target's Hugging Face directory)
 
 # None: the drafter has no weights.
@@ -15,6 +17,7 @@ _WRITERS: Mapping[str, Writer | None] = {
     "ngram": None,
     "suffix": None,
     "prediction": None,
+    "draft_model": write_noisy_copy,
 }
 
 

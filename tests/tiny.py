@@ -6,11 +6,12 @@ one entry. Weights are scaled so that logits have a spread of about 3 and greedy
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 Family = Literal["llama", "qwen2", "qwen3"]
 
@@ -70,6 +71,19 @@ def write_tiny_model(
             "chat_template": CHAT_TEMPLATE,
         },
     )
+    return directory
+
+
+def write_noisy_copy(directory: Path, model: Path, noise: float = 0.03, seed: int = 1) -> Path:
+    """A model that agrees with `model` most of the time: its files, and its weights with noise relative to their spread."""
+    shutil.copytree(model, directory)
+    generator = torch.Generator().manual_seed(seed)
+    for path in sorted(directory.glob("*.safetensors")):
+        weights = {
+            name: tensor + torch.randn(tensor.shape, generator=generator) * tensor.std() * noise
+            for name, tensor in load_file(path).items()
+        }
+        save_file(weights, str(path), metadata={"format": "pt"})
     return directory
 
 

@@ -62,6 +62,8 @@ class Chooser:
         for group in self._groups:
             drawn_from = target_probs(logits[group.index].float(), group.truncation).to(torch.float32)
             numbers = uniforms(self._seeds[group.index], positions[group.index], Purpose.DRAFT)
-            tokens[group.index] = draw(drawn_from.to(torch.float64), numbers)
+            # A row of NaN (a draft model that overflowed) may draw a token behind the vocabulary, which would end a device.
+            drawn = draw(drawn_from.to(torch.float64), numbers).clamp_(max=logits.shape[1] - 1)
+            tokens[group.index] = drawn
             probs[group.index] = drawn_from
         return tokens, probs

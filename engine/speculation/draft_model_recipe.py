@@ -1,0 +1,86 @@
+"""`--speculator draft_model`: from options and files to a draft model that is checked, then loaded.
+
+Owns what is read of the draft model before its weights: shape, vocabulary, context, the memory it takes. Called by the
+registry.
+"""
+
+import logging
+from math import prod
+
+import torch
+
+from engine.kv.pool import KVPool, KVShape
+from engine.model.arch import ArchConfig, read_arch
+from engine.model.weights import expected_shapes, load_model
+from engine.speculation.choice import DraftSampling
+from engine.speculation.draft_model import DraftModelSpeculator
+from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts
+from engine.speculation.speculator import Capabilities, Speculator
+from engine.speculation.vocabulary import TokenMap, share_vocabulary
+from protocol.model_files import resolve
+
+logger = logging.getLogger(__name__)
+
+SOURCE = "draft_model"
+DEFAULT_NUM_DRAFT_TOKENS = 4
+
+
+class DraftModelRecipe(Recipe):
+    """Raises ValueError naming the option that cannot work, `ModelFilesError` for files that cannot be used."""
+
+    def __init__(self, settings: SpeculationSettings, facts: TargetFacts) -> None:
+        if settings.draft_model is None:
+            raise ValueError(
+                "--speculator draft_model needs --draft-model: a smaller model with the target's tokenizer"
+            )
+        if facts.files is None:
+            raise ValueError("--speculator draft_model needs a target with files: tokens are compared by their strings")
+        self._files = resolve(settings.draft_model)
+        arch = read_arch(self._files)
+        self._vocabulary = share_vocabulary(facts.files, self._files, facts.vocab_size, arch.vocab_size)
+        self._dtype = facts.dtype
+        # The target as its own draft model proves that nothing is lost, and costs no memory for weights.
+        self._is_target = self._files.path == facts.files.path
+        self.capabilities = Capabilities(
+            max_draft_len=settings.num_draft_tokens or DEFAULT_NUM_DRAFT_TOKENS,
+            sources=(SOURCE,),
+            gives_probs=_is_sampled(settings),
+        )
+        self.kv_shape = KVShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, facts.block_size, facts.dtype)
+        self.weight_bytes = 0 if self._is_target else _weight_bytes(arch, facts.dtype)
+        self._log(arch, facts)
+
+    def build(self, target: Target, on_progress: Progress | None = None) -> Speculator:
+        device = target.model.device
+        is_target = self._is_target
+        model = target.model if is_target else load_model(self._files, self._dtype, device, on_progress)
+        assert self.kv_shape is not None
+        pool = KVPool(self.kv_shape, target.num_blocks, device)
+        return DraftModelSpeculator(model, pool, TokenMap(self._vocabulary, device), self.capabilities)
+
+    def _log(self, arch: ArchConfig, facts: TargetFacts) -> None:
+        logger.info(
+            "draft_model path=%s layers=%d width=%d weight_mib=%d kv_bytes_per_token=%d vocabulary=%s",
+            self._files.path, arch.num_layers, arch.hidden_size, self.weight_bytes >> 20, self.kv_bytes_per_token,
+            self._vocabulary,
+        )  # fmt: skip
+        if arch.context_length < facts.max_model_len:
+            logger.warning(
+                "the draft model was made for shorter texts: what is longer runs without drafts context=%d max_model_len=%d",
+                arch.context_length, facts.max_model_len,
+            )  # fmt: skip
+
+
+def _is_sampled(settings: SpeculationSettings) -> bool:
+    asked = settings.draft_sampling
+    if asked is not None and asked not in tuple(DraftSampling):
+        raise ValueError(f"--draft-sampling must be one of {', '.join(DraftSampling)}, got {asked!r:.40}")
+    return asked == DraftSampling.SAMPLED
+
+
+def _weight_bytes(arch: ArchConfig, dtype: torch.dtype) -> int:
+    """Of the model in memory: matrices and biases in `dtype`; norms and the rotation's frequencies in float32."""
+    elements = {name: prod(shape) for name, shape in expected_shapes(arch).items()}
+    in_float32 = sum(count for name, count in elements.items() if name.endswith("norm.weight"))
+    rotation = arch.head_dim // 2
+    return (sum(elements.values()) - in_float32) * dtype.itemsize + (in_float32 + rotation) * torch.float32.itemsize
