@@ -23,6 +23,7 @@ from engine.profiler import NO_DIRECTORY, NO_MODEL, NoProfiles, ProfileDesk, Pro
 from engine.recorder import Clocked, TorchRecorder, quiet_kineto
 from engine.scheduler import Scheduler
 from engine.simulate import SimExecutor, SimSettings
+from engine.speculation.names import PREDICTION
 from engine.wire import Wire
 from protocol.curve_keys import load_server_keys
 from protocol.messages import SCHEMA_VERSION, Capacity, Hello
@@ -88,6 +89,7 @@ def assemble(config: EngineConfig, on_progress: OnProgress, epoch: int) -> Engin
         unsupported_sampling=mechanism.unsupported_sampling,
         takes_scripts=config.executor == "sim",
         lookahead=mechanism.lookahead,
+        takes_predictions=PREDICTION in mechanism.sources,
         queue_timeout_ns=None if config.queue_timeout_s is None else int(config.queue_timeout_s * 1e9),
     )
     ledger = Ledger(

@@ -10,12 +10,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.speculation.names import FIRST_OF, NONE, SPECULATORS, check_speculator, members_of
+from engine.speculation.names import FIRST_OF, NONE, PREDICTION, SPECULATORS, check_speculator, members_of
 from protocol.curve_keys import check_curve_options
 from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address, stays_here
 from protocol.served_name import check_served_model_name
 
-NGRAM_OPTIONS = ("lookup_min", "lookup_max")
+LOOKUP_DRAFTERS = ("ngram", PREDICTION)
+LOOKUP_OPTIONS = ("lookup_min", "lookup_max")
 EAGLE_DRAFTERS = ("eagle", "eagle3")
 MODEL_DRAFTERS = ("draft_model", *EAGLE_DRAFTERS)  # speculators that load weights of their own
 DRAFTER_OPTIONS = ("draft_model", "draft_sampling")  # what only they read
@@ -71,8 +72,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: Annotated[
         int | None, Meta(ge=1, le=64, description="most draft tokens in one round; default: the drafter's own")
     ] = None
-    lookup_min: Annotated[int, Meta(ge=1, le=64, description="ngram: shortest suffix that is looked up")] = 2
-    lookup_max: Annotated[int, Meta(ge=1, le=64, description="ngram: longest suffix that is looked up")] = 4
+    lookup_min: Annotated[
+        int, Meta(ge=1, le=64, description="ngram, prediction: shortest suffix that is looked up")
+    ] = 2
+    lookup_max: Annotated[int, Meta(ge=1, le=64, description="ngram, prediction: longest suffix that is looked up")] = 4
     draft_model: Annotated[
         str | None, Meta(description="a drafter's own weights, named as for --model; for speculators that have weights")
     ] = None
@@ -177,11 +180,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             _refuse(given, MODEL_OPTIONS, "says nothing with --executor sim, which runs no model")
         if "kv_cache_tokens" in given:
             _refuse(given, ("memory_share",), "says nothing with --kv-cache-tokens, which is a size already")
-        self._refuse_unread(given, NGRAM_OPTIONS, ("ngram",))
+        self._refuse_unread(given, LOOKUP_OPTIONS, LOOKUP_DRAFTERS)
         self._refuse_unread(given, DRAFTER_OPTIONS, MODEL_DRAFTERS)
         self._refuse_unread(given, EAGLE_OPTIONS, EAGLE_DRAFTERS)
         if self.executor == "sim":
-            _refuse(given, NGRAM_OPTIONS, "says nothing with --executor sim, which looks nothing up")
+            _refuse(given, LOOKUP_OPTIONS, "says nothing with --executor sim, which looks nothing up")
             _refuse(given, DRAFTER_OPTIONS + EAGLE_OPTIONS, "says nothing with --executor sim, which loads nothing")
         if self.speculator == NONE:
             _refuse(given, ("num_draft_tokens", "sim_acceptance"), "says nothing with --speculator none")

@@ -30,6 +30,7 @@ class PolicySettings:
     takes_scripts: bool = False  # a simulated engine
     queue_timeout_ns: int | None = None  # longest wait for a first row; None: any
     lookahead: int = 0  # tokens behind a position that the drafter's keys there depend on
+    takes_predictions: bool = False  # a drafter drafts from what clients predict
 
     def __post_init__(self) -> None:
         capacity = self.capacity
@@ -64,7 +65,7 @@ def rejection(reason: RejectReason, message: str) -> Finish:
 
 def refusal(submit: Submit, settings: PolicySettings) -> Finish | None:
     """Why `submit` can never run on this engine, or None."""
-    problem = _problem_of_shape(submit, settings)
+    problem = _problem_of_shape(submit, settings) or _problem_of_prediction(submit.prediction_token_ids, settings)
     if problem is not None:
         return rejection(RejectReason.INVALID, problem)
     num_prompt, max_len = len(submit.prompt_token_ids), settings.max_len
@@ -107,6 +108,20 @@ def _problem_of_shape(submit: Submit, settings: PolicySettings) -> str | None:
     if min(prompt) < 0 or max(prompt) >= settings.vocab_size:
         wrong = next(token_id for token_id in prompt if not 0 <= token_id < settings.vocab_size)
         return f"prompt contains token id {wrong}; the vocabulary is 0 to {settings.vocab_size - 1}"
+    return None
+
+
+def _problem_of_prediction(prediction: tuple[int, ...], settings: PolicySettings) -> str | None:
+    if not prediction:
+        return None
+    if not settings.takes_predictions:
+        return (
+            "prediction: this engine drafts from none; it must be started with --speculator first_of:prediction,ngram"
+        )
+    if len(prediction) > settings.max_len:
+        return f"prediction has {len(prediction)} tokens; the limit is {settings.max_len}, the longest answer"
+    if min(prediction) < 0 or max(prediction) >= settings.vocab_size:
+        return f"prediction has a token id outside the vocabulary of 0 to {settings.vocab_size - 1}"
     return None
 
 

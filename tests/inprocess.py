@@ -24,6 +24,7 @@ from engine.model.grouped import GroupedAttention
 from engine.model.weights import load_model
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler
+from engine.speculation.names import PREDICTION
 from engine.speculation.recipe import SpeculationSettings
 from engine.speculation.speculator import Speculator
 from protocol.counters import Counters
@@ -119,6 +120,7 @@ class InProcessEngine:
             frozenset(built.eos_token_ids),
             self.capabilities.unsupported_sampling,
             lookahead=self.capabilities.lookahead,
+            takes_predictions=PREDICTION in self.capabilities.sources,
         )
         ledger = Ledger(EngineIdentity("0", 7), width, num_sources, clock, check_laws=True)
         self.scheduler = Scheduler(policy, ledger, clock, _no_seed)

@@ -4,6 +4,7 @@ Owns the traffic (who asks what, when, and who leaves), the plain answers it mus
 tests/engine/test_lossless.py on the CPU and by tests/gpu/check.py on a device; needs nothing that only tests install.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.speculation.names import PREDICTION
 from engine.speculation.oracle import OracleSpeculator
 from engine.speculation.recipe import SpeculationSettings
 from engine.speculation.registry import names
@@ -28,6 +30,8 @@ SEED_RANGE = 2**63
 
 Compare = Callable[[Submit, Answer, Answer], None]  # (the child alone, its plain answer, its answer); raises
 
+COMBINATIONS = ("first_of:prediction,ngram",)
+
 # Settings that change what a registered drafter proposes; one that is not named here runs with its own defaults.
 _SETTINGS: Mapping[str, tuple[SpeculationSettings, ...]] = {
     "ngram": (
@@ -39,10 +43,10 @@ _SETTINGS: Mapping[str, tuple[SpeculationSettings, ...]] = {
 
 
 def registered_drafters() -> tuple[Drafter, ...]:
-    """Every drafter a user can start, in every setting: one more line in the registry is one more here."""
+    """Every drafter a user can start, in every setting, and combinations: one more line in the registry is one more here."""
     return tuple(
         Drafter(f"{name}-{number}" if number else name, name, settings)
-        for name in names()
+        for name in (*names(), *COMBINATIONS)
         for number, settings in enumerate(_SETTINGS.get(name, (SpeculationSettings(),)))
     )
 
@@ -217,13 +221,41 @@ class Plain:
         return self._known[key]
 
 
+def predicted(scenario: Scenario, plain: Plain) -> Scenario:
+    """The same traffic, in which every client has an idea of its answer: nearly right, as an edited text is."""
+
+    def with_prediction(number: int, one: Submit) -> Submit:
+        guess = edited(plain.answer(alone(one, 0)).token_ids, number, VOCAB)
+        return msgspec.structs.replace(one, prediction_token_ids=guess)
+
+    numbers = itertools.count()
+    waves = tuple(tuple(with_prediction(next(numbers), one) for one in wave) for wave in scenario.waves)
+    return replace(scenario, waves=waves)
+
+
+def edited(token_ids: Sequence[int], seed: int, vocab_size: int) -> tuple[int, ...]:
+    """`token_ids` with about one token in eight replaced, one dropped and one put between; a few with nothing changed."""
+    generator = random.Random(seed)
+    changes = 0 if seed % 5 == 4 else 1
+    text: list[int] = []
+    for token_id in token_ids:
+        change = generator.randrange(8) if changes else None
+        if change == 0:
+            text.append(generator.randrange(vocab_size))
+        elif change != 1:
+            text.append(token_id)
+        if change == 2:
+            text.append(generator.randrange(vocab_size))
+    return tuple(text)
+
+
 def alone(one: Submit, child: int) -> Submit:
-    """Child `child` of a request as a request of its own."""
+    """Child `child` of a request as a request of its own; without what its client expects to hear."""
     seed = ((one.sampling.seed or 0) + child) % SEED_RANGE
     sampling = msgspec.structs.replace(one.sampling, seed=seed - 2**64 if seed > SEED_RANGE - 1 else seed)
     if child:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # child 0 reports for all
-    return msgspec.structs.replace(one, n=1, sampling=sampling)
+    return msgspec.structs.replace(one, n=1, sampling=sampling, prediction_token_ids=())
 
 
 def play(engine: InProcessEngine, scenario: Scenario) -> None:
@@ -253,6 +285,8 @@ def play(engine: InProcessEngine, scenario: Scenario) -> None:
 def check(directory: Path, scenario: Scenario, drafter: Drafter, plain: Plain, compare: Compare) -> Counters:
     """Put `drafter` through `scenario`; AssertionError unless every answer is the plain one and the books are right."""
     engine = InProcessEngine(directory, scenario.shape, drafter)
+    if PREDICTION in engine.capabilities.sources:
+        scenario = predicted(scenario, plain)
     play(engine, scenario)
     answers = engine.answers()
     left = {one.request_id for one in scenario.departures}

@@ -6,7 +6,11 @@ whose table must have these names.
 
 NONE = "none"
 PREDICTION = "prediction"
-SPECULATORS: tuple[str, ...] = (NONE, "ngram")  # a new drafter adds its name here and its recipe in the registry
+SPECULATORS: tuple[str, ...] = (
+    NONE,
+    "ngram",
+    PREDICTION,
+)  # a new drafter adds its name here and its recipe in the registry
 FIRST_OF = "first_of"
 _FIRST_OF_PREFIX = f"{FIRST_OF}:"
 

@@ -8,8 +8,10 @@ from types import MappingProxyType
 
 import torch
 
-from engine.speculation.names import check_speculator
+from engine.speculation.first_of_recipe import FirstOfRecipe
+from engine.speculation.names import check_speculator, members_of
 from engine.speculation.ngram import DEFAULT_NUM_DRAFT_TOKENS, NgramSpeculator
+from engine.speculation.prediction import PredictionSpeculator
 from engine.speculation.recipe import Ready, Recipe, SpeculationSettings, TargetFacts
 from engine.speculation.speculator import NoSpeculator
 
@@ -23,7 +25,8 @@ def prepare(name: str, settings: SpeculationSettings, facts: TargetFacts) -> Rec
     """
     check_speculator(name)
     _check(settings)
-    return _RECIPES[name](settings, facts)
+    recipes = {member: _RECIPES[member](settings, facts) for member in members_of(name)}
+    return FirstOfRecipe(recipes, facts.vocab_size) if len(recipes) > 1 else recipes[name]
 
 
 def names() -> tuple[str, ...]:
@@ -52,9 +55,15 @@ def _ngram(settings: SpeculationSettings, facts: TargetFacts) -> Recipe:
     return Ready(NgramSpeculator(num_draft_tokens, settings.lookup_min, settings.lookup_max, facts.vocab_size))
 
 
+def _prediction(settings: SpeculationSettings, facts: TargetFacts) -> Recipe:
+    num_draft_tokens = settings.num_draft_tokens or DEFAULT_NUM_DRAFT_TOKENS
+    return Ready(PredictionSpeculator(num_draft_tokens, settings.lookup_min, settings.lookup_max, facts.vocab_size))
+
+
 _RECIPES: Mapping[str, Callable[[SpeculationSettings, TargetFacts], Recipe]] = MappingProxyType(
     {
         "none": _none,
         "ngram": _ngram,
+        "prediction": _prediction,
     }
 )

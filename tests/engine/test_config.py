@@ -25,6 +25,11 @@ def test_the_promised_defaults():
     assert config("--num-draft-tokens", "7").sim_draft_len == 7
 
 
+def test_options_of_a_drafter_are_taken_when_it_is_one_of_several():
+    got = config("--speculator", "first_of:prediction,ngram", "--lookup-max", "6")
+    assert (got.speculator, got.lookup_max) == ("first_of:prediction,ngram", 6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -38,9 +43,10 @@ def test_the_promised_defaults():
         (("--memory-share", "0"), "--memory-share"),
         (("--speculator", "eagle9"), "--speculator 'eagle9' is not known; known speculators are none, ngram"),
         (("--speculator", ""), "--speculator '' is not known"),
+        (("--speculator", "first_of:ngram,ngram"), "--speculator first_of:ngram,ngram names ngram twice"),
         (("--speculator", "first_of:ngram,none"), "--speculator first_of:ngram,none cannot ask 'none'"),
-        (("--speculator", "none", "--lookup-min", "2"), "--lookup-min works only with --speculator ngram"),
-        (("--speculator", "none", "--lookup-max", "2"), "--lookup-max works only with --speculator ngram"),
+        (("--speculator", "none", "--lookup-min", "2"), "--lookup-min works only with --speculator ngram or"),
+        (("--speculator", "none", "--lookup-max", "2"), "--lookup-max works only with --speculator ngram or"),
         (("--speculator", "none", "--num-draft-tokens", "2"), "--num-draft-tokens says nothing"),
         (("--draft-model", "embedded"), "--draft-model works only with --speculator draft_model"),
         (("--draft-sampling", "greedy"), "--draft-sampling works only with --speculator draft_model"),

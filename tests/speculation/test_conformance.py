@@ -18,6 +18,7 @@ from engine.speculation.registry import names
 from engine.speculation.speculator import DraftRow, SequenceStart, Speculator
 from protocol.sampling import SamplingParams
 from tests.draft_files import has_files
+from tests.lossless import COMBINATIONS, edited
 from tests.speculation.on_host import speculator_on_host
 from tests.speculation.reference import HOST, ToyTarget, generate
 from tests.speculation.toy_engine import Run, ToyEngine
@@ -43,7 +44,10 @@ PARAMS = [
 
 
 def runs_of(params: list[SamplingParams]) -> list[Run]:
-    return [Run(prompt_of(index), one, seed=1000 + index) for index, one in enumerate(params)]
+    runs = [Run(prompt_of(index), one, seed=1000 + index) for index, one in enumerate(params)]
+    for index, run in enumerate(runs):
+        run.prediction = edited(plain(run), index, VOCAB)
+    return runs
 
 
 def prompt_of(index: int) -> list[int]:
@@ -69,7 +73,9 @@ def speculator_of(name: str, runs: list[Run]) -> Speculator:
 
 
 # A drafter with a model of its own has nothing to run on here; tests/engine/test_lossless.py has all of them.
-every_speculator = pytest.mark.parametrize("name", [*(name for name in names() if not has_files(name)), *ORACLES])
+every_speculator = pytest.mark.parametrize(
+    "name", [*(name for name in (*names(), *COMBINATIONS) if name in COMBINATIONS or not has_files(name)), *ORACLES]
+)
 
 
 def finish(engine: ToyEngine, runs: list[Run], room: Callable[[], int] = lambda: 1000) -> None:
@@ -145,7 +151,7 @@ def test_a_lived_in_drafter_proposes_what_a_fresh_one_does(name: str) -> None:
     for history, budget, proposed in engine.proposals:
         run = next(run for prompt, run in by_history.items() if tuple(history[: len(prompt)]) == prompt)
         fresh = speculator_of(name, runs)
-        fresh.begin(SequenceStart(0, tuple(history), len(run.prompt)))
+        fresh.begin(SequenceStart(0, tuple(history), len(run.prompt), prediction=run.prediction))
         draft = fresh.propose([DraftRow(0, tuple(history), budget, len(run.prompt), run.params)])
         assert draft.tokens[0, : int(draft.lengths[0])].tolist() == proposed
 

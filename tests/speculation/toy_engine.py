@@ -21,6 +21,7 @@ class Run:
     prompt: list[int]
     params: SamplingParams
     seed: int
+    prediction: tuple[int, ...] = ()
     row: int | None = None
     output: list[int] = field(default_factory=list)
     is_finished: bool = False
@@ -55,7 +56,8 @@ class ToyEngine:
         run.row, run.drafts, run.computed = row, False, 0
         self._runs[row] = run
         self._states[row] = SamplingState(run.params, run.seed, run.history, len(run.prompt), self.model)
-        self.speculator.begin(SequenceStart(row, tuple(run.history), len(run.prompt)))
+        start = SequenceStart(row, tuple(run.history), len(run.prompt), prediction=run.prediction)
+        self.speculator.begin(start)
 
     def end(self, run: Run) -> None:
         """Finished, aborted or preempted: what it committed is told first."""
