@@ -18,6 +18,7 @@ from engine.alive_file import AliveFile, Touching
 from engine.assembly import Engine, OnProgress, assemble
 from engine.config import EngineConfig
 from engine.core import Errands
+from engine.listening import check_listening
 from engine.wire import WireFailure
 from protocol.log_lines import JsonLines, install
 from protocol.model_files import ModelFilesError
@@ -38,10 +39,13 @@ def main() -> int:
     signals = _Signals(config.drain_timeout_s)
     logger.info("configuration %s", show(config))
     try:
+        check_listening(config.listen)
         alive = None if config.alive_file is None else AliveFile(config.alive_file)
         engine = assemble(config, _loading_bar(config), epoch)
     except (ModelFilesError, ValueError) as error:
         return _end(str(error), EXIT_BAD_OPTIONS)
+    except WireFailure as error:
+        return _end(str(error), EXIT_FAILURE)
     except Exception:
         logger.exception("engine could not be built")
         return EXIT_FAILURE

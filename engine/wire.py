@@ -19,9 +19,9 @@ import zmq
 from engine.door import Door
 from engine.handover import Mailbox, ProfileLine, Waker, WireFailure
 from engine.heartbeats import Heartbeats
+from engine.listening import check_listening
 from engine.peers import Peer
 from engine.sequence import Arrival, Gone
-from engine.socket_path import check_socket_path
 from protocol.codec import MAX_MESSAGE_BYTES, MalformedMessage, decode_from_frontend, encode
 from protocol.curve_keys import ServerKeys
 from protocol.endpoints import HEARTBEAT_INTERVAL_S, MAX_FRONTENDS, MAX_UNACKNOWLEDGED_STEPS, SEND_HIGH_WATER_MARK
@@ -168,9 +168,8 @@ class _Switchboard:
 
     def bind(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
         """Take the address. Raises `WireFailure`."""
+        check_listening(address)
         path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
-        if path is not None:
-            check_socket_path(path)
         self._router = context.socket(zmq.ROUTER)
         for option, value in _ROUTER_OPTIONS.items():
             self._router.setsockopt(option, value)

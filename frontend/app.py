@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from frontend import completions, health, openapi, profiling, token_routes
 from frontend.config import FrontendConfig
@@ -49,14 +49,14 @@ def build_app(server: Server) -> web.Application:
     app[SERVER] = server
     _count_refusals(server)
     app.on_response_prepare.append(_add_headers)
-    app.router.add_post("/v1/completions", completions.completions)
-    app.router.add_post("/v1/chat/completions", completions.chat_completions)
-    app.router.add_get("/v1/models", health.models)
-    app.router.add_get("/v1/models/{model:.+}", health.model)
-    app.router.add_post("/tokenize", token_routes.tokenize)
-    app.router.add_post("/detokenize", token_routes.detokenize)
-    app.router.add_post("/start_profile", profiling.start_profile)
-    app.router.add_post("/stop_profile", profiling.stop_profile)
+    app.router.add_post("/v1/completions", completions.completions, expect_handler=_expect)
+    app.router.add_post("/v1/chat/completions", completions.chat_completions, expect_handler=_expect)
+    app.router.add_get("/v1/models", health.models, expect_handler=_expect)
+    app.router.add_get("/v1/models/{model:.+}", health.model, expect_handler=_expect)
+    app.router.add_post("/tokenize", token_routes.tokenize, expect_handler=_expect)
+    app.router.add_post("/detokenize", token_routes.detokenize, expect_handler=_expect)
+    app.router.add_post("/start_profile", profiling.start_profile, expect_handler=_expect)
+    app.router.add_post("/stop_profile", profiling.stop_profile, expect_handler=_expect)
     for path, handler in (
         ("/health", health.health),
         ("/ready", health.ready),
@@ -68,7 +68,7 @@ def build_app(server: Server) -> web.Application:
         ("/metrics/engine", health.metrics_engine),
         ("/metrics/frontend", health.metrics_frontend),
     ):
-        app.router.add_get(path, handler)
+        app.router.add_get(path, handler, expect_handler=_expect)
     return app
 
 
@@ -166,6 +166,16 @@ async def _answered(request: web.Request, handler: Handler, route: str) -> web.S
     except Exception:
         logger.exception("request_failed route=%s", route)
         return _error_response(ApiError(500, "the server failed to answer this request"))
+
+
+async def _expect(request: web.Request) -> web.Response | None:
+    """Answer `Expect`, which comes before everything else: None goes on with the request."""
+    if request.headers["Expect"].lower() != "100-continue":
+        return _error_response(ApiError(417, "the only expectation that can be met is 100-continue"))
+    if request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # what is counted is the answer
+    return None
 
 
 def _begin_trace(request: web.Request, route: str) -> None:

@@ -5,6 +5,7 @@ frontend_id. One message is one frame (ROUTER adds the identity frame in front).
 """
 
 import ipaddress
+import os
 
 DEFAULT_ENGINE_ADDRESS = "tcp://127.0.0.1:5570"
 
@@ -18,6 +19,7 @@ FENCE_TIMEOUT_S = 0.25
 MAX_UNACKNOWLEDGED_STEPS = 16  # beyond this the frontend's rows pause
 SEND_HIGH_WATER_MARK = 10_000  # messages queued for one frontend before it is cut off
 MAX_FRONTENDS = 64
+MAX_PATH_BYTES = 100  # of ipc://: a socket's name holds 108 on Linux and 104 elsewhere; ZeroMQ would retry for ever
 
 
 def is_loopback(host: str) -> bool:
@@ -39,6 +41,8 @@ def check_address(address: str) -> str:
         raise ValueError(f"{address!r} names several addresses where one is needed")
     scheme, separator, rest = address.partition("://")
     if separator and scheme == "ipc" and rest:
+        if len(os.fsencode(rest)) > MAX_PATH_BYTES:
+            raise ValueError(f"the path of {address} is longer than {MAX_PATH_BYTES} bytes")
         return address
     if separator and scheme == "tcp":
         host, colon, port = rest.rpartition(":")

@@ -15,6 +15,9 @@ MAX_P90_FUNCTION_LINES = 30
 ENGINE_LAYERS = {
     # data and clocks
     "engine.speculation.names": 0,
+    "engine.speculation.batch_table": 0,
+    "engine.speculation.acceptance_memory": 0,
+    "engine.speculation.step_cost": 0,
     "engine.plan": 1,
     "engine.sequence": 1,
     "engine.clock": 1,
@@ -35,6 +38,7 @@ ENGINE_LAYERS = {
     "engine.waiting": 2,
     "engine.intake": 2.1,
     "engine.expiry": 2.2,
+    "engine.draft_lengths": 2.2,
     "engine.kv.pool": 2,
     "engine.kv.blocks": 2,
     "engine.kv.prefix": 2,

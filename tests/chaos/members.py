@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.servers import ROOT, clean_environment, command
+from tests.timing import TooSlow
 
 START_TIMEOUT_S = 60.0
 SIM = ("--executor", "sim", "--num-draft-tokens", "5", "--check-laws", "true")
@@ -24,11 +25,11 @@ _LISTENING = re.compile(r" listening url=(http://\S+) ")
 
 
 def wait_until(holds: Callable[[], bool], within_s: float, what: str | Callable[[], str]) -> float:
-    """Poll until it holds; returns the seconds it took. AssertionError says `what` did not come true."""
+    """Poll until it holds; returns the seconds it took. TooSlow says `what` did not come true."""
     started = time.monotonic()
     while not holds():
         if time.monotonic() - started > within_s:
-            raise AssertionError(f"not within {within_s:g} s: {what if isinstance(what, str) else what()}")
+            raise TooSlow(f"not within {within_s:g} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.02)
     return time.monotonic() - started
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from protocol.endpoints import FRONTEND_SILENT_S
 from tests.cases.client import total
 from tests.chaos.crowd import (
     Script,
@@ -20,6 +19,7 @@ from tests.chaos.crowd import (
 )
 from tests.chaos.members import Fleet, Member, fleet_in, wait_until
 from tests.chaos.relay import relay
+from tests.timing import at_most_s
 
 LONG = 2000  # rounds: longer than any test
 SEED = 20261130
@@ -55,7 +55,7 @@ def test_a_frozen_frontend_loses_its_requests_in_time_and_its_neighbours_notice_
                 frozen.freeze()
                 took_s = wait_until(
                     lambda: running(well) <= 4 and total(scrape(well.url), "drafthouse:frontends_attached") == 1,
-                    FRONTEND_SILENT_S + 3,
+                    5.0,  # what is promised
                     lambda: f"{running(well)} requests still run",
                 )
                 print(f"aborted {took_s:.2f} s after SIGSTOP")
@@ -67,7 +67,7 @@ def test_a_frozen_frontend_loses_its_requests_in_time_and_its_neighbours_notice_
         assert all("the engine at" in reason or "too" in reason for reason in gone(lost)), gone(lost)
         assert {one.kind for one in won} == {"complete"}
         assert len(won) > 10
-        assert max(one.longest_gap_s for one in won) < GAP_S
+        at_most_s(max(one.longest_gap_s for one in won), GAP_S, "the longest gap of a bystander")
         after = quiet_pages(fleet)[0]  # the frozen one is attached again: both agree
         assert total(after, "drafthouse:frontends_cut_off_total") == 1
         assert_laws(before, after, lost + won)
@@ -100,7 +100,7 @@ def test_a_frontend_that_reads_too_slowly_is_paused_then_cut_off_and_told_why(tm
         assert "read too slowly" in fleet.engine.log()
         assert "read too slowly" in slow.log()
         assert {one.kind for one in won} == {"complete"}
-        assert max(one.longest_gap_s for one in won) < GAP_S
+        at_most_s(max(one.longest_gap_s for one in won), GAP_S, "the longest gap of a bystander")
         assert_laws(before, quiet_pages(fleet)[0], lost + won)
 
 

@@ -40,8 +40,7 @@ class Server:
 
     def pids(self, role: str) -> list[int]:
         """Process ids of the children in a role: engine or frontend."""
-        children = psutil.Process(self.pid).children()
-        return [child.pid for child in children if role in child.cmdline()[1:4]]
+        return [child.pid for child in psutil.Process(self.pid).children() if role in _command_line(child)[1:4]]
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
@@ -163,3 +162,10 @@ def _end(process: subprocess.Popen[bytes], family: list[psutil.Process]) -> None
     for left in family:
         if left.pid != process.pid and left.is_running():
             left.kill()
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []  # it has just died

@@ -212,6 +212,16 @@ def test_an_engine_whose_address_is_taken_ends_and_its_owner_lives(tmp_path: Pat
         complete(server)
 
 
+def test_an_address_that_is_taken_is_met_before_the_model_is_looked_at():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        result = ended("engine", "--model", "/no/such.gguf", "--listen", address)
+    assert result.returncode == 1 and f"cannot listen on {address}: Address already in use" in result.stderr
+    assert "/no/such.gguf:" not in result.stderr
+
+
 def test_version_and_help():
     assert ended("--version").stdout.startswith("drafthouse ")
     for role in ("serve", "engine", "frontend"):

@@ -79,6 +79,11 @@ def test_private_addresses_need_no_permission(address: str):
     assert config("--listen", address).listen == address
 
 
+def test_a_socket_path_that_no_system_can_bind_is_refused():
+    with pytest.raises(OptionsError, match="is longer than 100 bytes"):
+        config("--listen", f"ipc:///run/{'x' * 120}")
+
+
 def test_with_keys_an_engine_may_listen_where_others_can_reach_it():
     assert config("--listen", "tcp://0.0.0.0:5570", *CURVE).curve_key_file == "k"
 

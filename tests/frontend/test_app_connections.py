@@ -200,6 +200,24 @@ async def test_a_body_that_is_not_what_its_headers_say_is_refused(site, encoding
     assert not caplog.records, "a client's mistake is no error of the server"
 
 
+@pytest.mark.parametrize(
+    ("expected", "status"), [("100-continue", b" 100 "), ("100-CONTINUE", b" 100 "), ("foo", b" 417 ")]
+)
+async def test_an_expectation_is_met_or_refused_as_an_error_like_any_other(site, expected, status):
+    reader, writer = await site.connect()
+    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nExpect: {expected}\r\nContent-Length: 14\r\n\r\n"
+    writer.write(head.encode())
+    answer = await reader.readuntil(b"\r\n\r\n")
+    assert status in answer.split(b"\r\n")[0]
+    if status == b" 417 ":
+        length = next(int(line.split(b":")[1]) for line in answer.split(b"\r\n") if line.startswith(b"Content-Length"))
+        error = json.loads(await reader.readexactly(length))["error"]
+        assert "100-continue" in error["message"] and "foo" not in error["message"]
+        return
+    writer.write(b'{"prompt":"x"}')
+    assert b" 200 " in await reader.readline()
+
+
 async def test_a_waiting_stream_says_that_it_is_alive(site):
     reader, writer = await site.connect()
     await site.send(writer, {**LONG, "stream": True})

@@ -35,6 +35,11 @@ def test_an_engine_that_may_be_on_another_machine_needs_keys_or_a_permission(add
         assert not config("--engine", addresses, *CURVE).allow_plaintext_tcp
 
 
+def test_a_socket_path_that_cannot_be_connected_is_refused():
+    with pytest.raises(OptionsError, match="is longer than 100 bytes"):
+        config("--engine", f"ipc:///run/{'x' * 120}")
+
+
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://[::1]:1", "ipc:///run/x"])
 def test_engines_of_this_machine_need_neither(address: str):
     assert config("--engine", f"ipc:///run/y,{address}").engine.endswith(address)
