@@ -169,7 +169,7 @@ class Submit(_Wire, frozen=True, tag=2):
     awaits_close: bool  # the frontend looks for stop strings: children stay open until it closes them
     sim: SimScript | None
     received_ns: int = 0  # set by the engine's wire, for traced requests: its own monotonic clock
-    scope: str = ""  # whose text it is, for drafters that learn across requests: never learnt in one, drafted in another
+    scope: str = ""  # whose text it is: what a drafter learns in one scope drafts in no other
     prediction_token_ids: tuple[int, ...] = ()  # what the client expects as the answer; a hint, never output by itself
 
 
