@@ -106,7 +106,7 @@ def storm(
     try:
         after = quiet_pages(fleet, within_s=20.0)[0]
         # A new engine has counted only what came after its predecessor's death; of that the clients' sums say little.
-        assert_laws({} if kills_engine else before, after, [] if kills_engine else results)
+        assert_laws({} if kills_engine else before, after, None if kills_engine else results)
     except AssertionError as broken:
         tally.wrong_totals += 1
         tally.problems.append(f"after storm {tally.num_storms}: {broken}")
