@@ -38,7 +38,11 @@ _SETTINGS: Mapping[str, tuple[SpeculationSettings, ...]] = {
         SpeculationSettings(),
         SpeculationSettings(num_draft_tokens=1, lookup_min=1, lookup_max=1),
         SpeculationSettings(num_draft_tokens=16, lookup_min=1, lookup_max=5),
-    )
+    ),
+    "draft_model": (
+        SpeculationSettings(),
+        SpeculationSettings(num_draft_tokens=3, draft_sampling="sampled"),
+    ),
 }
 
 
@@ -302,7 +306,7 @@ def check(directory: Path, scenario: Scenario, drafter: Drafter, plain: Plain, c
             wanted = _cut_short(wanted, answers[child])
         compare(single, wanted, answers[child])
     check_books(engine, scenario, answers)
-    for name in scenario.must_rise:
+    for name in scenario.must_rise if keeps_tokens else ():  # on another path through the law texts end elsewhere
         assert getattr(engine.counters, name) > 0, f"{name} did not rise: the scenario proved nothing"
     return engine.counters
 

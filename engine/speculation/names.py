@@ -10,6 +10,7 @@ SPECULATORS: tuple[str, ...] = (
     NONE,
     "ngram",
     PREDICTION,
+    "draft_model",
 )  # a new drafter adds its name here and its recipe in the registry
 FIRST_OF = "first_of"
 _FIRST_OF_PREFIX = f"{FIRST_OF}:"

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from engine.speculation.draft_model_recipe import DraftModelRecipe
 from engine.speculation.first_of_recipe import FirstOfRecipe
 from engine.speculation.names import check_speculator, members_of
 from engine.speculation.ngram import DEFAULT_NUM_DRAFT_TOKENS, NgramSpeculator
@@ -65,5 +66,6 @@ _RECIPES: Mapping[str, Callable[[SpeculationSettings, TargetFacts], Recipe]] = M
         "none": _none,
         "ngram": _ngram,
         "prediction": _prediction,
+        "draft_model": DraftModelRecipe,
     }
 )
