@@ -165,8 +165,8 @@ class BatchBuilder:
             sources += range(index * width, index * width + length)
             first += 1 + length
         where = torch.tensor([*targets, *sources], dtype=torch.int64)
-        chosen = draft.tokens.reshape(-1)[where[len(targets) :].to(draft.tokens.device)]
-        # Neither upload waits for the device: the step's one synchronisation is the copy of its answer.
+        chosen = draft.tokens.reshape(-1)[where[len(targets) :].to(draft.tokens.device, non_blocking=True)]
+        # No upload waits for the device: the step's one synchronisation is the copy of its answer.
         where_to = where[: len(targets)].to(self._device, non_blocking=True)
         token_ids.index_copy_(0, where_to, chosen.to(self._device, torch.int64, non_blocking=True))
 

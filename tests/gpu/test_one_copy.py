@@ -20,7 +20,10 @@ from engine.model_executor import ModelExecutor
 from engine.plan import RowBegin, RowCommit, Span, SpanKind, SpanResult, StepPlan
 from engine.runner import Runner
 from engine.sampling import SamplingModel
+from engine.speculation.draft_model import DraftModelSpeculator
 from engine.speculation.oracle import OracleSpeculator
+from engine.speculation.speculator import Capabilities, Speculator
+from engine.speculation.vocabulary import SharedVocabulary, TokenMap
 from protocol.model_files import resolve
 from tests.gpu.check import DeviceReads, devices_of
 from tests.lossless import ORACLE_WIDTH, VOCAB, traffic
@@ -91,17 +94,30 @@ def blocks(row: int) -> tuple[int, ...]:
     return tuple(range(row * BLOCKS_PER_ROW, (row + 1) * BLOCKS_PER_ROW))
 
 
-@pytest.fixture
-def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rows:
-    """The code of a device: on the host, the nucleus may look at values."""
+@pytest.fixture(params=["oracle", "draft_model", "draft_model, sampled"])
+def rows(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rows:
+    """The code of a device: on the host, the nucleus may look at values. A drafter on the host, and one on the device."""
     monkeypatch.setattr(transforms, "_LARGEST_ON_HOST", ())
     model = load_model(resolve(str(write_tiny_model(tmp_path, "qwen3"))), torch.float32, META)
     arch = model.arch
     pool = KVPool(KVShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, BLOCK_SIZE, torch.float32), 300, META)
     runner = Runner(model, pool, GroupedAttention(pool, arch.num_heads))
-    truths = {one.prompt_token_ids: [1] * 20 for one in traffic(1)}
-    speculator = OracleSpeculator(truths, ORACLE_WIDTH, VOCAB, is_right=True)
+    speculator: Speculator
+    if request.param == "oracle":
+        truths = {one.prompt_token_ids: [1] * 20 for one in traffic(1)}
+        speculator = OracleSpeculator(truths, ORACLE_WIDTH, VOCAB, is_right=True)
+    else:
+        draws = request.param.endswith("sampled")
+        capabilities = Capabilities(max_draft_len=ORACLE_WIDTH, sources=("draft_model",), gives_probs=draws)
+        tokens = TokenMap(other_vocabulary(VOCAB), META)
+        speculator = DraftModelSpeculator(model, KVPool(pool.shape, 300, META), tokens, capabilities)
     return Rows(ModelExecutor(runner, speculator, SamplingModel(VOCAB, EOS_TOKEN_IDS, META), HostClock()))
+
+
+def other_vocabulary(size: int) -> SharedVocabulary:
+    """One in which every token has another id."""
+    ids, others = tuple(range(size)), tuple(reversed(range(size)))
+    return SharedVocabulary(size, size, ids, others, others, is_same=False)
 
 
 def test_every_step_that_samples_copies_once_with_all_parameters_and_drafts(rows: Rows) -> None:
