@@ -223,7 +223,7 @@ def _attention(model: DecoderModel, count: int, length: int) -> GroupedAttention
 # ---- fitting ----
 
 
-def _texts(model: DecoderModel, count: int, length: int) -> torch.Tensor:
+def target_texts(model: DecoderModel, count: int, length: int) -> torch.Tensor:
     """int64 [count, length]: phrases said again and again, then what the target makes of them."""
     generator = torch.Generator().manual_seed(11)
     tokens = torch.zeros(count, length, dtype=torch.int64)
@@ -247,7 +247,7 @@ def _texts(model: DecoderModel, count: int, length: int) -> torch.Tensor:
 def _fit(model: DecoderModel, published: Published, weights: Weights) -> None:
     """fc, then o_proj, then down_proj by ridge regression on what is still missing from the next hidden state."""
     count, length = 60, 44
-    tokens = _texts(model, count, length)
+    tokens = target_texts(model, count, length)
     states = taps_of(model, tokens, tuple(range(model.arch.num_layers + 1)))
     last = states[:, :, -1]
     if published.generation == 1:
@@ -259,7 +259,7 @@ def _fit(model: DecoderModel, published: Published, weights: Weights) -> None:
     inputs = read_taps.flatten(2).flatten(0, 1).to(torch.float64)
     if published.generation == 1:
         inputs = torch.cat([embedded, inputs], dim=1)
-    fitted = _ridge(torch.cat([inputs, torch.ones(len(inputs), 1, dtype=torch.float64)], dim=1), wanted)
+    fitted = ridge(torch.cat([inputs, torch.ones(len(inputs), 1, dtype=torch.float64)], dim=1), wanted)
     weights["fc.weight"] = fitted[:-1].T.float()
     if published.fc_bias:
         weights["fc.bias"] = fitted[-1].float()
@@ -271,11 +271,11 @@ def _fit(model: DecoderModel, published: Published, weights: Weights) -> None:
         contexts.append(head.attention(read, range(length - 1), causal(length - 1)))
         residuals.append(residual)
     context, hidden = torch.cat(contexts), torch.cat(residuals)
-    out = _ridge(context, wanted - hidden)
+    out = ridge(context, wanted - hidden)
     hidden = hidden + context @ out
     gated = head.gated(hidden)
     weights["layers.0.self_attn.o_proj.weight"] = out.T.float()
-    weights["layers.0.mlp.down_proj.weight"] = _ridge(gated, wanted - hidden).T.float()
+    weights["layers.0.mlp.down_proj.weight"] = ridge(gated, wanted - hidden).T.float()
 
 
 def _start_from_target(model: DecoderModel, published: Published, weights: Weights) -> None:
@@ -292,7 +292,7 @@ def _start_from_target(model: DecoderModel, published: Published, weights: Weigh
     weights["layers.0.self_attn.q_proj.weight"] = groups.flatten(0, 1).clone()
 
 
-def _ridge(inputs: torch.Tensor, wanted: torch.Tensor, strength: float = 1.0) -> torch.Tensor:
+def ridge(inputs: torch.Tensor, wanted: torch.Tensor, strength: float = 1.0) -> torch.Tensor:
     """[inputs' width, wanted's width]: least squares with a little weight decay."""
     gram = inputs.T @ inputs + strength * torch.eye(inputs.shape[1], dtype=inputs.dtype)
     return torch.linalg.solve(gram, inputs.T @ wanted)
