@@ -1,4 +1,4 @@
-"""The tensors of a drafter's own files, safetensors or pytorch_model.bin, under the names that drafters use here.
+"""The tensors of a drafter's own files, safetensors or pickled, under the names that drafters use here.
 
 Owns finding, naming and reading them; never knows what a drafter needs. A name loses a leading `model.`, and `midlayer.`
 reads `layers.0.`: publishers differ in that alone. Pickled files are read with torch's weights-only reader, which builds
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from engine.model.safetensors_weights import StoredTensor, read_directory
 from protocol.model_files import ModelFilesError
 
-_PICKLED = "pytorch_model.bin"
+_PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")  # by any publisher; the first that is there
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _BUFFERS = ("rotary_emb.inv_freq",)  # what some versions save with the weights and everybody recomputes
 
@@ -37,7 +37,8 @@ class DrafterTensors:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._found: dict[str, _Found] = {}
-        for found in _pickled(directory) if _is_pickled(directory) else _stored(directory):
+        pickled = _pickled_file(directory)
+        for found in _stored(directory) if pickled is None else _pickled(pickled):
             name = _here(found.file_name)
             if name.endswith(_BUFFERS):
                 continue
@@ -100,8 +101,11 @@ def _here(file_name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def _is_pickled(directory: Path) -> bool:
-    return (directory / _PICKLED).is_file() and not any(directory.glob("*.safetensors"))
+def _pickled_file(directory: Path) -> Path | None:
+    """The pickled file to read; None where there are safetensors, which are preferred, or nothing at all."""
+    if any(directory.glob("*.safetensors")):
+        return None
+    return next((directory / name for name in _PICKLED if (directory / name).is_file()), None)
 
 
 def _stored(directory: Path) -> Iterator[_Found]:
@@ -110,8 +114,7 @@ def _stored(directory: Path) -> Iterator[_Found]:
         yield _Found(tensor.file, name, tensor.shape)
 
 
-def _pickled(directory: Path) -> Iterator[_Found]:
-    path = directory / _PICKLED
+def _pickled(path: Path) -> Iterator[_Found]:
     try:
         # Mapped, so that looking at the shapes reads nothing else.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
