@@ -94,7 +94,7 @@ def blocks(row: int) -> tuple[int, ...]:
     return tuple(range(row * BLOCKS_PER_ROW, (row + 1) * BLOCKS_PER_ROW))
 
 
-@pytest.fixture(params=["oracle", "draft_model", "draft_model, sampled"])
+@pytest.fixture(params=["oracle", "draft_model"])
 def rows(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rows:
     """The code of a device: on the host, the nucleus may look at values. A drafter on the host, and one on the device."""
     monkeypatch.setattr(transforms, "_LARGEST_ON_HOST", ())
@@ -107,8 +107,7 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         truths = {one.prompt_token_ids: [1] * 20 for one in traffic(1)}
         speculator = OracleSpeculator(truths, ORACLE_WIDTH, VOCAB, is_right=True)
     else:
-        draws = request.param.endswith("sampled")
-        capabilities = Capabilities(max_draft_len=ORACLE_WIDTH, sources=("draft_model",), gives_probs=draws)
+        capabilities = Capabilities(max_draft_len=ORACLE_WIDTH, sources=("draft_model",), gives_probs=True)
         tokens = TokenMap(other_vocabulary(VOCAB), META)
         speculator = DraftModelSpeculator(model, KVPool(pool.shape, 300, META), tokens, capabilities)
     return Rows(ModelExecutor(runner, speculator, SamplingModel(VOCAB, EOS_TOKEN_IDS, META), HostClock()))
