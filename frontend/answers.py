@@ -54,7 +54,7 @@ class Answer(ABC):
 
     def usage_chunk(self) -> Json:
         """The last chunk when usage was asked for: no choices. Sent when all children have ended."""
-        usage = self._usage(self.generation.completion_tokens)
+        usage = self._final_usage()
         return {**self._head(streamed=True), "choices": [], "usage": usage, **self._metrics()}
 
     def whole(self, pieces: Mapping[int, Piece]) -> Json:
@@ -68,7 +68,7 @@ class Answer(ABC):
             "choices": [
                 msgspec.Raw(msgspec.json.encode(self._complete(choice, pieces[choice.index]))) for choice in choices
             ],
-            "usage": self._usage(self.generation.completion_tokens),
+            "usage": self._final_usage(),
             **self._metrics(),
             **self._request_fields(choices[0]),
         }
@@ -110,6 +110,19 @@ class Answer(ABC):
             "completion_tokens": completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.generation.cached_tokens},
         }
+
+    def _final_usage(self) -> Json:
+        """With a prediction, what became of it: known for good only when all children have ended."""
+        usage = self._usage(self.generation.completion_tokens)
+        uses = [choice.prediction for choice in self.generation.choices]
+        known = [use for use in uses if use is not None]
+        if not known or len(known) < len(uses):
+            return usage
+        details = {
+            "accepted_prediction_tokens": sum(use.accepted for use in known),
+            "rejected_prediction_tokens": sum(use.rejected for use in known),
+        }
+        return {**usage, "completion_tokens_details": details}
 
     def _metrics(self) -> Json:
         """Statistics of the request. They describe one sequence: with several children or prompts there is no whole."""

@@ -111,11 +111,16 @@ class Attachment:
         else:
             self._apply_snapshot(message)
 
-    def trace_of(self, trace: RequestTrace) -> StreamTrace:
-        """The part of a trace that this engine's outputs will tell."""
+    @property
+    def known_hello(self) -> Hello:
+        """What the engine said it is. Raises RuntimeError before it answered."""
         if self.hello is None:
             raise RuntimeError("no engine has answered yet")
-        return trace.stream(self.hello, self.wall_offset_ns)
+        return self.hello
+
+    def trace_of(self, trace: RequestTrace) -> StreamTrace:
+        """The part of a trace that this engine's outputs will tell."""
+        return trace.stream(self.known_hello, self.wall_offset_ns)
 
     def expect_fence(self, nonce: int) -> "asyncio.Future[FenceReply]":
         """The future answer to a fence; cancelling it forgets it."""

@@ -6,9 +6,11 @@ Called by `frontend.generation`.
 """
 
 import codecs
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from frontend.prediction import PredictionUse
 from frontend.spec_stats import WantedStatistics
 from frontend.stop_strings import StopMatcher
 from frontend.tokenizer import Tokenizer
@@ -28,6 +30,7 @@ class TextSettings:
     min_tokens: int
     wants_logprobs: bool
     statistics: WantedStatistics | None = None
+    has_prediction: bool = False
 
     @property
     def awaits_close(self) -> bool:
@@ -88,6 +91,7 @@ class Choice:
         self.finish_reason = "abort"  # until it has ended by itself
         # Of its rounds; None where nobody wants them or they cannot be complete.
         self.statistics = None if settings.statistics is None else settings.statistics.begin()
+        self.prediction = PredictionUse() if settings.has_prediction else None  # None as for the statistics
         self._settings = settings
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids)
         self._matcher = StopMatcher(
@@ -109,8 +113,15 @@ class Choice:
     def is_closing(self) -> bool:
         return self._state is _State.CLOSING
 
-    def push(self, output: SequenceOutput) -> CloseOrder | None:
-        """Take one step of this child; return what to tell the engine, if anything."""
+    def push(self, output: SequenceOutput, sources: Sequence[str] = ()) -> CloseOrder | None:
+        """Take one step of this child; return what to tell the engine, if anything. `sources` names the engine's drafts."""
+        num_before = self.num_tokens
+        order = self._push(output)
+        if self.prediction is not None and output.round is not None:
+            self.prediction.add(output.round, sources, self.num_tokens - num_before)
+        return order
+
+    def _push(self, output: SequenceOutput) -> CloseOrder | None:
         if output.prompt is not None:
             self.prompt = output.prompt
         if self.statistics is not None and output.round is not None:
@@ -145,7 +156,7 @@ class Choice:
     def give_up_waiting(self) -> None:
         """Let the last piece go although the engine has not answered. Rounds may be missing: no statistics."""
         if self._state is _State.CLOSING:
-            self.statistics = None
+            self.statistics = self.prediction = None
             self._state = _State.CLOSED
 
     def _take_tokens(self, output: SequenceOutput) -> None:

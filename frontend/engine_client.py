@@ -141,9 +141,11 @@ class EngineClient:
         remaining_ns: int | None = None,
         priority: int = 0,
         trace: RequestTrace | None = None,
+        prediction_token_ids: Sequence[int] = (),
     ) -> Stream:
         """Send one request. Raises `EngineLost` when no engine is attached or its socket takes no more."""
         connection = self._attached()
+        hello = connection.attachment.known_hello
         traced = None if trace is None else connection.attachment.trace_of(trace)
         request = Submit(
             request_id=next(self._request_ids),
@@ -155,6 +157,7 @@ class EngineClient:
             trace_level=0 if traced is None else int(traced.level),
             awaits_close=awaits_close,
             sim=sim,
+            prediction_token_ids=tuple(prediction_token_ids),
         )
         stream = Stream(
             request.request_id,
@@ -162,7 +165,8 @@ class EngineClient:
             awaits_close=awaits_close,
             send_close=connection.send_close,
             trace=traced,
-            engine_id=connection.engine_id,
+            engine_id=hello.engine_id,
+            sources=hello.sources,
         )
         if not connection.send(request):
             raise EngineLost("the engine takes no more messages")
@@ -284,11 +288,6 @@ class _Connection:
             self._loop.add_reader(descriptor, self._read)
         self._ticker = self._loop.create_task(self._tick_forever(), name="engine client tick")
         self._loop.call_soon(self._read)
-
-    @property
-    def engine_id(self) -> str:
-        hello = self.attachment.hello
-        return "" if hello is None else hello.engine_id
 
     def send(self, message: FromFrontend) -> bool:
         """Queue one message. False when the connection is lost or takes no more."""

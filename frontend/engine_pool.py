@@ -111,6 +111,7 @@ class _Request:
     priority: int
     trace: RequestTrace | None
     deadline_ns: int | None  # on time.monotonic_ns
+    prediction_token_ids: Sequence[int]
 
     def submit(self, client: EngineClient) -> Stream:
         """Raises `EngineLost`."""
@@ -124,6 +125,7 @@ class _Request:
             remaining_ns=remaining_ns,
             priority=self.priority,
             trace=self.trace,
+            prediction_token_ids=self.prediction_token_ids,
         )
 
 
@@ -266,10 +268,13 @@ class EnginePool:
         remaining_ns: int | None = None,
         priority: int = 0,
         trace: RequestTrace | None = None,
+        prediction_token_ids: Sequence[int] = (),
     ) -> Stream | RetriedStream:
         """Send one request to the engine that suits it best. Raises `EngineLost` when none takes it."""
         deadline_ns = None if remaining_ns is None else time.monotonic_ns() + remaining_ns
-        request = _Request(prompt_token_ids, sampling, n, awaits_close, sim, priority, trace, deadline_ns)
+        request = _Request(
+            prompt_token_ids, sampling, n, awaits_close, sim, priority, trace, deadline_ns, prediction_token_ids
+        )
         if self._is_alone:
             [member] = self._members.values()
             return request.submit(member.client)

@@ -45,6 +45,9 @@ class OutputStream(Protocol):
     @property
     def engine_id(self) -> str: ...  # of the engine that runs it now
 
+    @property
+    def sources(self) -> Sequence[str]: ...  # names of its drafts
+
     async def next(self) -> list[SequenceOutput]: ...
 
     def close(self, index: int, reason: CloseReason, kept: int) -> None: ...
@@ -66,6 +69,7 @@ class Submitter(Protocol):
         remaining_ns: int | None,
         priority: int,
         trace: RequestTrace | None,
+        prediction_token_ids: Sequence[int],
     ) -> OutputStream: ...
 
 
@@ -90,6 +94,7 @@ class Job:
     asked_max_tokens: int | None = None
     operation: str = "text_completion"  # gen_ai.operation.name
     deadline: Deadline | None = None
+    prediction: tuple[int, ...] = ()  # tokens that the client expects as the answer
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -189,6 +194,7 @@ class Generation:
             remaining_ns=None if job.deadline is None else job.deadline.remaining_ns,
             priority=job.priority,
             trace=self.trace,
+            prediction_token_ids=job.prediction,
         )
         first = len(self.choices)
         choices = [Choice(first + child, self.tokenizer, job.settings) for child in range(job.n)]
@@ -277,7 +283,7 @@ class Generation:
             self._measure(running, child, [len(step.token_ids) for step in steps if step.token_ids], now_s)
             for step in steps:
                 running.report = step.prompt or running.report
-                order = choice.push(step)
+                order = choice.push(step, running.stream.sources)
                 if order is not None:
                     running.stream.close(child, order.reason, order.kept)
             if choice.failure is not None:

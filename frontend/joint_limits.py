@@ -29,6 +29,8 @@ def together(hellos: Sequence[Hello]) -> Hello:
     return msgspec.structs.replace(
         first,
         capacity=capacity,
+        # What one of them cannot draft from, a request must not rely on.
+        sources=tuple(name for name in first.sources if all(name in hello.sources for hello in hellos)),
         max_draft_len=max(hello.max_draft_len for hello in hellos),
         executor="sim" if all(hello.executor == "sim" for hello in hellos) else "model",
     )

@@ -35,6 +35,18 @@ class SimRequest(msgspec.Struct, forbid_unknown_fields=True):
     step_ms: float | None = None
 
 
+class PredictedText(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    text: str
+
+
+class PredictedOutput(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's predicted output; `type` is "content"."""
+
+    type: str
+    content: str | list[PredictedText]
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """What chat and completions share. None means absent; JSON null is the same."""
 
@@ -67,6 +79,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     spec_decode_metrics: str | None = None  # one of SPEC_DECODE_METRICS; None: as the server is set
     sim: SimRequest | None = None
+    prediction: PredictedOutput | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -136,7 +149,6 @@ UNSUPPORTED: Mapping[str, Callable[[Any], bool]] = {
     "logits_processors": _falsy,
     "audio": _never,
     "modalities": lambda value: value == ["text"],
-    "prediction": _never,
     "reasoning_effort": lambda value: value == "none",
     "verbosity": lambda value: value == "medium",
     "web_search_options": _never,

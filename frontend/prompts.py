@@ -12,6 +12,7 @@ from frontend.choices import TextSettings
 from frontend.errors import ApiError, clipped, invalid
 from frontend.generation import Job, Prompt
 from frontend.openai import ChatRequest, CompletionRequest, GenerationRequest
+from frontend.prediction import predicted_text, prediction_token_ids
 from frontend.sampling_fields import (
     ModelFacts,
     num_choices,
@@ -40,6 +41,7 @@ class Draft:
     request: GenerationRequest
     sources: tuple[str | list[int] | list[Message], ...]
     n: int
+    predicted: str | None = None  # the answer that the client expects
 
     @property
     def num_sequences(self) -> int:
@@ -48,12 +50,13 @@ class Draft:
     @property
     def num_chars(self) -> int:
         """Characters (or ids) to work through."""
-        return sum(_num_chars(source) for source in self.sources)
+        return sum(_num_chars(source) for source in self.sources) + len(self.predicted or "")
 
 
 def draft_of(request: GenerationRequest, max_prompts: int) -> Draft:
     """Raises ApiError(400) for prompts or messages of the wrong shape, and for more sequences than one request may run."""
     n = num_choices(request)
+    predicted = predicted_text(request)
     if isinstance(request, ChatRequest):
         if request.add_special_tokens:
             raise invalid(
@@ -61,7 +64,7 @@ def draft_of(request: GenerationRequest, max_prompts: int) -> Draft:
             )
         messages = plain_messages(request)
         generation_prompt_wanted(request, messages)
-        return Draft(request, (messages,), n)
+        return Draft(request, (messages,), n, predicted)
     if not isinstance(request, CompletionRequest):
         raise TypeError(type(request))
     prompts = prompt_lists(request.prompt)
@@ -79,7 +82,7 @@ def draft_of(request: GenerationRequest, max_prompts: int) -> Draft:
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, list) and not prompt:
             raise _empty_prompt(index, len(prompts))
-    return Draft(request, tuple(prompts), n)
+    return Draft(request, tuple(prompts), n, predicted)
 
 
 def fewest_tokens(draft: Draft, text: Text, max_model_len: int, max_prompt_chars: int | None) -> int:
@@ -113,6 +116,7 @@ def job_of(draft: Draft, text: Text, hello: Hello, spec_decode_metrics: str = "n
     stops = stop_strings(request)
     sim = sim_script(request, hello)
     priority = priority_of(request)
+    prediction = prediction_token_ids(draft.predicted, text, hello)
     prompts = []
     for index, source in enumerate(draft.sources):
         token_ids = _token_ids(request, source, text, facts.vocab_size)
@@ -130,12 +134,13 @@ def job_of(draft: Draft, text: Text, hello: Hello, spec_decode_metrics: str = "n
         statistics=wanted_statistics(
             request.spec_decode_metrics or spec_decode_metrics, draft.num_sequences, hello.max_draft_len
         ),
+        has_prediction=prediction is not None,
     )
     asked = request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         asked = request.max_completion_tokens
     operation = "chat" if isinstance(request, ChatRequest) else "text_completion"
-    return Job(tuple(prompts), draft.n, settings, priority, sim, asked, operation)
+    return Job(tuple(prompts), draft.n, settings, priority, sim, asked, operation, prediction=prediction or ())
 
 
 def _token_ids(

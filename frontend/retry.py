@@ -5,7 +5,7 @@ taken back and another engine would not say the same. Never chooses an engine an
 `frontend.engine_pool`, read by `frontend.generation` as any stream.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from frontend.streams import EngineLost, Stream
 from protocol.messages import SequenceOutput
@@ -25,6 +25,11 @@ class RetriedStream:
     def engine_id(self) -> str:
         """Of the engine that runs it, or did last."""
         return self._stream.engine_id
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """Of that engine's drafts, by their number in a round."""
+        return self._stream.sources
 
     async def next(self) -> list[SequenceOutput]:
         """As `Stream.next`. Raises `EngineLost` when the request cannot be given to another engine."""

@@ -6,7 +6,7 @@ most its own request's outputs.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from frontend.stream_trace import StreamTrace
 from protocol.messages import SequenceOutput
@@ -43,10 +43,12 @@ class Stream:
         send_close: SendClose,
         trace: StreamTrace | None = None,
         engine_id: str = DEFAULT_ENGINE_ID,
+        sources: Sequence[str] = (),
     ) -> None:
         self.request_id = request_id
         self.n = n
         self.engine_id = engine_id  # of the engine that runs it
+        self.sources = sources  # names of that engine's drafts, by their number in a round
         self.trace = trace  # None for an untraced request
         self._awaits_close = awaits_close
         self._send_close = send_close

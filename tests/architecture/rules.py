@@ -141,6 +141,7 @@ FRONTEND_LAYERS = {
     "frontend.tracing": 3.2,
     "frontend.otlp_metrics": 3.2,
     "frontend.spec_stats": 3.4,
+    "frontend.prediction": 3.4,
     # a request
     "frontend.chat": 3.5,
     "frontend.sampling_fields": 3.5,

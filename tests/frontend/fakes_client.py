@@ -108,6 +108,7 @@ class Submitted:
     sim: SimScript | None
     priority: int
     stream: Stream
+    prediction_token_ids: tuple[int, ...] = ()
     closes: list[tuple[int, CloseReason, int]] = field(default_factory=list)
     closed: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
@@ -164,14 +165,17 @@ class FakeEngineClient:
         remaining_ns: int | None = None,
         priority: int = 0,
         trace: RequestTrace | None = None,
+        prediction_token_ids: Sequence[int] = (),
     ) -> Stream:
         if self.hello is None:
             raise EngineLost(self.down_reason or "down")
         number = len(self.submitted) + 1
-        stream = Stream(number, n, awaits_close=awaits_close, send_close=self._on_close)
+        stream = Stream(number, n, awaits_close=awaits_close, send_close=self._on_close, sources=self.hello.sources)
         if trace is not None:
             raise NotImplementedError("this engine has no clock: traces are tested with the real attachment")
-        given = Submitted(tuple(prompt_token_ids), sampling, n, awaits_close, sim, priority, stream)
+        given = Submitted(
+            tuple(prompt_token_ids), sampling, n, awaits_close, sim, priority, stream, tuple(prediction_token_ids)
+        )
         self.submitted.append(given)
         if self.reject is not None:
             for index in range(n):
