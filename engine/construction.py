@@ -97,8 +97,10 @@ def _num_blocks(
     tokens = settings.kv_cache_tokens
     if tokens is None:
         longest = settings.max_model_len or arch.context_length
-        # float32 logits, their transformed copy and a float64 distribution of every verify row.
-        step_bytes = 16 * settings.max_num_seqs * (1 + recipe.capabilities.max_draft_len) * arch.vocab_size
+        # float32 logits, their transformed copy and a float64 distribution of every verify row; where drafts are drawn
+        # also what they were drawn from, float32, and its copy for the rows of the step.
+        entry_bytes = 24 if recipe.capabilities.gives_probs else 16
+        step_bytes = entry_bytes * settings.max_num_seqs * (1 + recipe.capabilities.max_draft_len) * arch.vocab_size
         most_tokens = settings.max_num_seqs * (longest + settings.block_size)
         token_bytes = shape.bytes_per_token + recipe.kv_bytes_per_token
         reserved_bytes = step_bytes + recipe.weight_bytes  # the drafter's weights come after this

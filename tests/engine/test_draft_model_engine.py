@@ -230,6 +230,21 @@ def test_what_a_draft_model_takes_is_counted(target: Path, tmp_path: Path) -> No
     assert itself.weight_bytes == alone.weight_bytes  # one set of weights serves as both
 
 
+def test_what_is_kept_of_draws_is_left_free(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn from: float32 [rows, drafts, vocabulary], and a copy, beside what every verify row takes."""
+    reserved: list[int] = []
+
+    def note(device: torch.device, token: int, wanted: int, most: int, step_bytes: int, share: float) -> int:
+        reserved.append(step_bytes)
+        return 512
+
+    monkeypatch.setattr("engine.construction.default_kv_tokens", note)
+    for sampling in ("greedy", "sampled"):
+        build_executor(resolve(str(target)), replace(settings(target, draft_sampling=sampling), kv_cache_tokens=None))
+    rows, vocab_size = ExecutorSettings().max_num_seqs, 320
+    assert reserved[1] - reserved[0] == 2 * 4 * rows * (1 + 4) * vocab_size
+
+
 def test_drafts_take_their_default_length(target: Path) -> None:
     capabilities = build_executor(resolve(str(target)), settings(target)).capabilities
     assert (capabilities.max_draft_len, capabilities.sources, capabilities.gives_probs) == (4, ("draft_model",), False)
