@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.tiny import write_noisy_copy
+from tests.tiny_drafters import fitted_eagle, fitted_eagle3
 
 Writer = Callable[[Path, Path], object]  # (where to write, the target's Hugging Face directory)
 
@@ -18,6 +19,8 @@ _WRITERS: Mapping[str, Writer | None] = {
     "suffix": None,
     "prediction": None,
     "draft_model": write_noisy_copy,
+    "eagle": fitted_eagle,
+    "eagle3": fitted_eagle3,
 }
 
 

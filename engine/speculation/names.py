@@ -12,6 +12,8 @@ SPECULATORS: tuple[str, ...] = (
     PREDICTION,
     "draft_model",
 )  # a new drafter adds its name here and its recipe in the registry
+    "eagle",
+    "eagle3",
 FIRST_OF = "first_of"
 _FIRST_OF_PREFIX = f"{FIRST_OF}:"
 
