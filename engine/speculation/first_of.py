@@ -22,7 +22,7 @@ class _Answer:
     """What one member said when it was asked for some of the rows."""
 
     draft: Draft
-    sources: torch.Tensor  # int8 [rows it was asked for], in the numbering of all
+    sources: torch.Tensor  # int8 [rows it was asked for], in the numbering of all where it drafts for any
     found: tuple[tuple[int, int], ...]  # (row of `draft`, row of the whole) of those it drafts for
 
     def covers(self, num_rows: int, width: int) -> bool:
@@ -88,12 +88,13 @@ class FirstOfSpeculator(Speculator):
         limited = [row if row.budget <= width else replace(row, budget=width) for row in rows]
         draft = member.propose(limited)
         lengths = draft.lengths.tolist()  # free where lengths are known on the host
+        found = tuple((place, index) for place, index in enumerate(indices) if lengths[place])
+        return _Answer(draft, self._numbered(draft.sources, member) if found else draft.sources, found)
+
+    def _numbered(self, sources: torch.Tensor, member: Speculator) -> torch.Tensor:
+        """A member's sources in the numbering of all."""
         numbers = [self.capabilities.sources.index(name) for name in member.capabilities.sources]
-        return _Answer(
-            draft=draft,
-            sources=torch.tensor([numbers[source] for source in draft.sources.tolist()], dtype=torch.int8),
-            found=tuple((place, index) for place, index in enumerate(indices) if lengths[place]),
-        )
+        return torch.tensor([numbers[source] for source in sources.tolist()], dtype=torch.int8)
 
     def _as_seen_by(self, member: Speculator, span: CommittedSpan) -> CommittedSpan:
         """The span with the hidden states that this member asked for."""
@@ -119,7 +120,8 @@ class FirstOfSpeculator(Speculator):
         num_forwards = sum(answer.draft.num_forwards for answer in answers)
         width = self.capabilities.max_draft_len
         if not drafting:
-            return replace(empty_draft(num_rows, width, _HOST), num_forwards=num_forwards)
+            none = empty_draft(num_rows, width, _HOST)
+            return replace(none, num_forwards=num_forwards) if num_forwards else none
         [first, *others] = drafting
         if (
             not others

@@ -8,11 +8,13 @@ longest suffix of the output, of lookup_min to lookup_max tokens, that the predi
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from engine.speculation.draft import Draft, host_draft
+import torch
+
+from engine.speculation.draft import Draft, empty_draft, host_draft
 from engine.speculation.names import PREDICTION
 from engine.speculation.speculator import Capabilities, DraftRow, SequenceStart, Speculator
 
-DEFAULT_NUM_DRAFT_TOKENS = 5
+_HOST = torch.device("cpu")
 
 
 class PredictionSpeculator(Speculator):
@@ -30,6 +32,8 @@ class PredictionSpeculator(Speculator):
             self._cursors[start.row] = _Cursor(start.prediction, self._lengths, self._token_bits)
 
     def propose(self, rows: Sequence[DraftRow]) -> Draft:
+        if not self._cursors:  # the usual case: nobody predicts
+            return empty_draft(len(rows), self.capabilities.max_draft_len, _HOST)
         return host_draft([self._continuation(row) for row in rows], self.capabilities.max_draft_len)
 
     def end(self, row: int) -> None:
