@@ -52,12 +52,36 @@ class _Feed:
         return DraftSpan(self.start, len(self.token_ids), self.block_ids)
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """One token for each of the m rows whose draft goes on."""
+class _Proposal:
+    """A draft while it grows, step by step. Probabilities are stored once, where the verdict reads them."""
 
-    tokens: torch.Tensor  # int64 [m]
-    probs: torch.Tensor | None  # float32 [m, V], what they were drawn from
+    def __init__(self, lengths: Sequence[int], order: torch.Tensor, width: int) -> None:
+        """`order` int64 [n]: the place, among the rows that were asked, of each row that drafts."""
+        self._lengths = tuple(lengths)
+        self._order = order
+        self._tokens = torch.zeros(len(lengths), width, dtype=torch.int32, device=order.device)
+        self._probs: torch.Tensor | None = None
+
+    def put(self, step: int, tokens: torch.Tensor, probs: torch.Tensor | None) -> None:
+        """Int64 [m] for the first m rows that draft, and the float32 [m, V] they were drawn from."""
+        places = self._order[: tokens.shape[0]]
+        self._tokens[:, step].index_copy_(0, places, tokens.to(torch.int32))
+        if probs is not None:
+            if self._probs is None:
+                self._probs = probs.new_empty(*self._tokens.shape, probs.shape[1])
+            self._probs[:, step].index_copy_(0, places, probs)
+
+    def draft(self) -> Draft:
+        """Lengths stay on the host, which made them: nobody has to fetch them."""
+        return Draft(
+            tokens=self._tokens,
+            lengths=torch.tensor(self._lengths, dtype=torch.int32),
+            parents=None,
+            probs=self._probs,
+            roots=None,
+            sources=torch.zeros(len(self._lengths), dtype=torch.int8),
+            num_forwards=max(self._lengths),
+        )
 
 
 class DraftModelSpeculator(Speculator):
@@ -90,11 +114,11 @@ class DraftModelSpeculator(Speculator):
         order = sorted((index for index, length in enumerate(lengths) if length), key=lambda index: -lengths[index])
         if not order:
             return empty_draft(len(rows), self.capabilities.max_draft_len, torch.device("cpu"))
-        drafting = [rows[index] for index in order]
-        drafted = self._draft(drafting, [lengths[index] for index in order])
+        proposal = _Proposal(lengths, self._pool.slots_tensor(order), self.capabilities.max_draft_len)
+        self._draft([rows[index] for index in order], [lengths[index] for index in order], proposal)
         for index in order:
             self._rows[rows[index].row] = _RowState(len(rows[index].token_ids), lengths[index] - 1)
-        return self._placed(drafted, order, lengths)
+        return proposal.draft()
 
     def end(self, row: int) -> None:
         """A full block stays findable behind its sequence, so the keys that wait in one are computed now."""
@@ -137,48 +161,25 @@ class DraftModelSpeculator(Speculator):
 
     # ---- forwards ----
 
-    def _draft(self, rows: Sequence[DraftRow], lengths: Sequence[int]) -> list[_Chosen]:
-        """The choices of each step, of the rows whose draft is longer than it; `lengths` descending, at least 1."""
+    def _draft(self, rows: Sequence[DraftRow], lengths: Sequence[int], proposal: _Proposal) -> None:
+        """A token per step for the rows whose draft is longer than it; `lengths` descending, at least 1."""
         draws = self.capabilities.gives_probs and not all(row.sampling.is_greedy for row in rows)
         choosers: dict[int, Chooser] = {}  # by how many rows still draft
         positions = self._pool.slots_tensor([len(row.token_ids) for row in rows])
         last = self._forward([self._first_feed(row, length) for row, length in zip(rows, lengths, strict=True)])
-        chosen: list[_Chosen] = []
         for step in range(lengths[0]):
-            count = sum(length > step for length in lengths)
-            if step:
-                last = self._step(rows[:count], step, chosen[-1].tokens[:count])
             logits = self._tokens.target_logits(self._model.logits(last))
+            count, probs = logits.shape[0], None
             if draws:
                 if count not in choosers:
                     choosers[count] = Chooser(rows[:count], self._tokens.target_size, self._pool.device)
-                chosen.append(_Chosen(*choosers[count].choose(logits, positions[:count] + step)))
+                tokens, probs = choosers[count].choose(logits, positions[:count] + step)
             else:
-                chosen.append(_Chosen(logits.argmax(dim=1), None))
-        return chosen
-
-    def _placed(self, drafted: Sequence[_Chosen], order: Sequence[int], lengths: Sequence[int]) -> Draft:
-        """The choices at the places of their rows. Lengths stay on the host, which made them: nobody has to fetch them."""
-        num_rows, width, device = len(lengths), self.capabilities.max_draft_len, self._pool.device
-        where = self._pool.slots_tensor(order)
-        tokens = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
-        probs = None
-        if drafted[0].probs is not None:
-            probs = torch.empty(num_rows, width, self._tokens.target_size, dtype=torch.float32, device=device)
-        for step, chosen in enumerate(drafted):
-            rows = where[: chosen.tokens.shape[0]]
-            tokens[:, step].index_copy_(0, rows, chosen.tokens.to(torch.int32))
-            if probs is not None and chosen.probs is not None:
-                probs[:, step].index_copy_(0, rows, chosen.probs)
-        return Draft(
-            tokens=tokens,
-            lengths=torch.tensor(lengths, dtype=torch.int32),
-            parents=None,
-            probs=probs,
-            roots=None,
-            sources=torch.zeros(num_rows, dtype=torch.int8),
-            num_forwards=len(drafted),
-        )
+                tokens = logits.argmax(dim=1)
+            proposal.put(step, tokens, probs)
+            going_on = sum(length > step + 1 for length in lengths)
+            if going_on:
+                last = self._step(rows[:going_on], step + 1, tokens[:going_on])
 
     def _forward(self, feeds: Sequence[_Feed]) -> torch.Tensor:
         """Feed tokens known to the host; the hidden states [len(feeds), hidden] of each feed's last one."""
