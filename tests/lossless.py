@@ -30,7 +30,7 @@ SEED_RANGE = 2**63
 
 Compare = Callable[[Submit, Answer, Answer], None]  # (the child alone, its plain answer, its answer); raises
 
-COMBINATIONS = ("first_of:prediction,ngram",)
+COMBINATIONS = ("first_of:prediction,ngram", "first_of:ngram,draft_model")
 
 # Settings that change what a registered drafter proposes; one that is not named here runs with its own defaults.
 _SETTINGS: Mapping[str, tuple[SpeculationSettings, ...]] = {
@@ -38,6 +38,10 @@ _SETTINGS: Mapping[str, tuple[SpeculationSettings, ...]] = {
         SpeculationSettings(),
         SpeculationSettings(num_draft_tokens=1, lookup_min=1, lookup_max=1),
         SpeculationSettings(num_draft_tokens=16, lookup_min=1, lookup_max=5),
+    ),
+    "first_of:ngram,draft_model": (
+        SpeculationSettings(),
+        SpeculationSettings(num_draft_tokens=3, draft_sampling="sampled"),
     ),
     "draft_model": (
         SpeculationSettings(),
