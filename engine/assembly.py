@@ -175,7 +175,7 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
     if config.profile_dir is not None:
         quiet_kineto()
     from engine.construction import ExecutorSettings, build_executor
-    from engine.speculation.recipe import EagleOverrides, SpeculationSettings
+    from engine.speculation.recipe import EagleOverrides, SpeculationSettings, SuffixSettings
 
     settings = ExecutorSettings(
         dtype=config.dtype,
@@ -194,6 +194,15 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
             draft_sampling=config.draft_sampling,
             tree_depth=config.tree_depth,
             tree_top_k=config.tree_top_k,
+            suffix=SuffixSettings(
+                max_depth=config.suffix_max_depth,
+                max_cached_requests=config.suffix_max_cached_requests,
+                max_cached_tokens=config.suffix_max_cached_tokens,
+                factor=config.suffix_factor,
+                min_probability=config.suffix_min_probability,
+                mode=config.suffix_mode,
+                share=config.suffix_share,
+            ),
             eagle=EagleOverrides(
                 taps=config.eagle_taps,
                 final_norm=config.eagle_final_norm,

@@ -17,6 +17,10 @@ from protocol.served_name import check_served_model_name
 
 LOOKUP_DRAFTERS = ("ngram", PREDICTION)
 LOOKUP_OPTIONS = ("lookup_min", "lookup_max")
+SUFFIX_OPTIONS = (
+    "suffix_max_depth", "suffix_max_cached_requests", "suffix_max_cached_tokens", "suffix_factor",
+    "suffix_min_probability", "suffix_mode", "suffix_share",
+)  # fmt: skip
 EAGLE_DRAFTERS = ("eagle", "eagle3")
 MODEL_DRAFTERS = ("draft_model", *EAGLE_DRAFTERS)  # speculators that load weights of their own
 DRAFTER_OPTIONS = ("draft_model", "draft_sampling")  # what only they read
@@ -76,6 +80,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=1, le=64, description="ngram, prediction: shortest suffix that is looked up")
     ] = 2
     lookup_max: Annotated[int, Meta(ge=1, le=64, description="ngram, prediction: longest suffix that is looked up")] = 4
+    suffix_max_depth: Annotated[
+        int, Meta(ge=2, le=256, description="suffix: longest match and draft behind it, together")
+    ] = 24
+    suffix_max_cached_requests: Annotated[
+        int, Meta(ge=0, le=1_000_000, description="suffix: earlier answers that drafts may come from; 0: none")
+    ] = 1000
+    suffix_max_cached_tokens: Annotated[
+        int, Meta(ge=1, le=1 << 30, description="suffix: tokens in those answers; the oldest answers go first")
+    ] = 1_000_000
+    suffix_factor: Annotated[float, Meta(gt=0, le=64, description="suffix: draft tokens per token of the match")] = 1.0
+    suffix_min_probability: Annotated[
+        float, Meta(gt=0, le=1, description="suffix: least share of the past a draft token must have")
+    ] = 0.1
+    suffix_mode: Annotated[
+        Literal["path", "tree"], Meta(description="suffix: the likeliest continuation, or several at once")
+    ] = "path"
+    suffix_share: Annotated[
+        bool, Meta(description="suffix: one client's answers may draft for another's; timing can then tell of them")
+    ] = False
     draft_model: Annotated[
         str | None, Meta(description="a drafter's own weights, named as for --model; for speculators that have weights")
     ] = None
@@ -181,10 +204,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if "kv_cache_tokens" in given:
             _refuse(given, ("memory_share",), "says nothing with --kv-cache-tokens, which is a size already")
         self._refuse_unread(given, LOOKUP_OPTIONS, LOOKUP_DRAFTERS)
+        self._refuse_unread(given, SUFFIX_OPTIONS, ("suffix",))
         self._refuse_unread(given, DRAFTER_OPTIONS, MODEL_DRAFTERS)
         self._refuse_unread(given, EAGLE_OPTIONS, EAGLE_DRAFTERS)
         if self.executor == "sim":
-            _refuse(given, LOOKUP_OPTIONS, "says nothing with --executor sim, which looks nothing up")
+            _refuse(given, LOOKUP_OPTIONS + SUFFIX_OPTIONS, "says nothing with --executor sim, which looks nothing up")
             _refuse(given, DRAFTER_OPTIONS + EAGLE_OPTIONS, "says nothing with --executor sim, which loads nothing")
         if self.speculator == NONE:
             _refuse(given, ("num_draft_tokens", "sim_acceptance"), "says nothing with --speculator none")

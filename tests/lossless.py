@@ -14,7 +14,7 @@ import msgspec
 
 from engine.speculation.names import PREDICTION
 from engine.speculation.oracle import OracleSpeculator
-from engine.speculation.recipe import SpeculationSettings
+from engine.speculation.recipe import SpeculationSettings, SuffixSettings
 from engine.speculation.registry import names
 from protocol.counters import Counters
 from protocol.messages import Submit, TokenLogprobs
@@ -42,6 +42,10 @@ _SETTINGS: Mapping[str, tuple[SpeculationSettings, ...]] = {
     "first_of:ngram,draft_model": (
         SpeculationSettings(),
         SpeculationSettings(num_draft_tokens=3, draft_sampling="sampled"),
+    ),
+    "suffix": (
+        SpeculationSettings(num_draft_tokens=8),
+        SpeculationSettings(num_draft_tokens=6, suffix=SuffixSettings(mode="tree", factor=2.0, max_depth=8)),
     ),
     "draft_model": (
         SpeculationSettings(),

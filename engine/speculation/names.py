@@ -10,6 +10,7 @@ SPECULATORS: tuple[str, ...] = (
     NONE,
     "ngram",
     PREDICTION,
+    "suffix",
     "draft_model",
 )  # a new drafter adds its name here and its recipe in the registry
     "eagle",

@@ -33,6 +33,19 @@ class EagleOverrides:
 
 
 @dataclass(frozen=True)
+class SuffixSettings:
+    """What only suffix decoding reads. Lengths in tokens."""
+
+    max_depth: int = 24  # a match and the draft behind it
+    max_cached_requests: int = 1000  # answers kept, in all scopes together; 0: drafts from the sequence itself only
+    max_cached_tokens: int = 1_000_000  # in those answers
+    factor: float = 1.0  # draft tokens per matched token
+    min_probability: float = 0.1  # of a draft token
+    mode: str = "path"  # or "tree"
+    share: bool = False  # one scope for everybody
+
+
+@dataclass(frozen=True)
 class SpeculationSettings:
     """What a user may say about drafting, whichever drafter reads it. None: the drafter's own default."""
 
@@ -43,6 +56,7 @@ class SpeculationSettings:
     draft_sampling: str | None = None  # "greedy" or "sampled"
     tree_depth: int | None = None
     tree_top_k: int | None = None
+    suffix: SuffixSettings = SuffixSettings()
     eagle: EagleOverrides = EagleOverrides()
 
 

@@ -16,8 +16,10 @@ from engine.speculation.ngram import DEFAULT_NUM_DRAFT_TOKENS, NgramSpeculator
 from engine.speculation.prediction import PredictionSpeculator
 from engine.speculation.recipe import Ready, Recipe, SpeculationSettings, TargetFacts
 from engine.speculation.speculator import NoSpeculator
+from engine.speculation.suffix import SuffixSpeculator
 
 MAX_NUM_DRAFT_TOKENS = 64
+DEFAULT_NUM_SUFFIX_TOKENS = 16  # few rounds draft as many: a match of m tokens drafts m
 
 
 def prepare(name: str, settings: SpeculationSettings, facts: TargetFacts) -> Recipe:
@@ -62,11 +64,16 @@ def _prediction(settings: SpeculationSettings, facts: TargetFacts) -> Recipe:
     return Ready(PredictionSpeculator(num_draft_tokens, settings.lookup_min, settings.lookup_max, facts.vocab_size))
 
 
+def _suffix(settings: SpeculationSettings, facts: TargetFacts) -> Recipe:
+    return Ready(SuffixSpeculator(settings.num_draft_tokens or DEFAULT_NUM_SUFFIX_TOKENS, settings.suffix))
+
+
 _RECIPES: Mapping[str, Callable[[SpeculationSettings, TargetFacts], Recipe]] = MappingProxyType(
     {
         "none": _none,
         "ngram": _ngram,
         "prediction": _prediction,
+        "suffix": _suffix,
         "draft_model": DraftModelRecipe,
     }
 )

@@ -142,18 +142,25 @@ def test_rounds_account_for_every_token(name: str) -> None:
 
 @every_speculator
 def test_a_lived_in_drafter_proposes_what_a_fresh_one_does(name: str) -> None:
-    """No rejected token, no earlier sequence of the row and no neighbour leaves a trace (A-CACHE-3)."""
+    """No rejected token, no earlier sequence of the row and no neighbour leaves a trace (A-CACHE-3).
+
+    Everybody has a scope of their own: within one, some drafters are meant to learn.
+    """
     runs = runs_of(PARAMS)
+    for number, run in enumerate(runs):
+        run.scope = f"first {number}"
     engine = ToyEngine(speculator_of(name, runs), TARGET, MODEL)
     finish(engine, runs)
     again = runs_of(list(reversed(PARAMS)))
+    for number, run in enumerate(again):
+        run.scope = f"second {number}"
     engine.proposals.clear()
     finish(engine, again)
     by_history = {tuple(run.history[: len(run.prompt)]): run for run in again}
     for history, budget, proposed in engine.proposals:
         run = next(run for prompt, run in by_history.items() if tuple(history[: len(prompt)]) == prompt)
         fresh = speculator_of(name, runs)
-        fresh.begin(SequenceStart(0, tuple(history), len(run.prompt), prediction=run.prediction))
+        fresh.begin(SequenceStart(0, tuple(history), len(run.prompt), run.scope, run.prediction))
         draft = fresh.propose([DraftRow(0, tuple(history), budget, len(run.prompt), run.params)])
         assert draft.tokens[0, : int(draft.lengths[0])].tolist() == proposed
 

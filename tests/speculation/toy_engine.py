@@ -21,6 +21,7 @@ class Run:
     prompt: list[int]
     params: SamplingParams
     seed: int
+    scope: str = ""
     prediction: tuple[int, ...] = ()
     row: int | None = None
     output: list[int] = field(default_factory=list)
@@ -56,7 +57,7 @@ class ToyEngine:
         run.row, run.drafts, run.computed = row, False, 0
         self._runs[row] = run
         self._states[row] = SamplingState(run.params, run.seed, run.history, len(run.prompt), self.model)
-        start = SequenceStart(row, tuple(run.history), len(run.prompt), prediction=run.prediction)
+        start = SequenceStart(row, tuple(run.history), len(run.prompt), run.scope, prediction=run.prediction)
         self.speculator.begin(start)
 
     def end(self, run: Run) -> None:
