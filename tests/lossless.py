@@ -51,11 +51,11 @@ _SETTINGS: Mapping[str, tuple[SpeculationSettings, ...]] = {
         SpeculationSettings(),
         SpeculationSettings(num_draft_tokens=3, draft_sampling="sampled"),
     ),
+    "eagle": (SpeculationSettings(num_draft_tokens=6, tree_top_k=3, tree_depth=4),),
 }
 
 
 def registered_drafters() -> tuple[Drafter, ...]:
-    "eagle": (SpeculationSettings(num_draft_tokens=6, tree_top_k=3, tree_depth=4),),
     """Every drafter a user can start, in every setting, and combinations: one more line in the registry is one more here."""
     return tuple(
         Drafter(f"{name}-{number}" if number else name, name, settings)

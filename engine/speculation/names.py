@@ -12,9 +12,9 @@ SPECULATORS: tuple[str, ...] = (
     PREDICTION,
     "suffix",
     "draft_model",
-)  # a new drafter adds its name here and its recipe in the registry
     "eagle",
     "eagle3",
+)  # a new drafter adds its name here and its recipe in the registry
 FIRST_OF = "first_of"
 _FIRST_OF_PREFIX = f"{FIRST_OF}:"
 

@@ -75,7 +75,7 @@ _RECIPES: Mapping[str, Callable[[SpeculationSettings, TargetFacts], Recipe]] = M
         "prediction": _prediction,
         "suffix": _suffix,
         "draft_model": DraftModelRecipe,
-    }
-)
         "eagle": prepare_eagle,
         "eagle3": prepare_eagle3,
+    }
+)
