@@ -188,6 +188,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.served_model_name is not None:
             check_served_model_name(self.served_model_name)
         check_speculator(self.speculator)
+        readers = [name for name in members_of(self.speculator) if name in MODEL_DRAFTERS]
+        if len(readers) > 1:
+            raise ValueError(
+                f"--speculator {self.speculator}: {' and '.join(readers)} need a --draft-model each; it is one"
+            )
         if self.lookup_min > self.lookup_max:
             raise ValueError(f"--lookup-min {self.lookup_min} is greater than --lookup-max {self.lookup_max}")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.block_size:

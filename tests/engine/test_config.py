@@ -44,6 +44,7 @@ def test_options_of_a_drafter_are_taken_when_it_is_one_of_several():
         (("--speculator", "eagle9"), "--speculator 'eagle9' is not known; known speculators are none, ngram"),
         (("--speculator", ""), "--speculator '' is not known"),
         (("--speculator", "first_of:ngram,ngram"), "--speculator first_of:ngram,ngram names ngram twice"),
+        (("--speculator", "first_of:draft_model,eagle"), "draft_model and eagle need a --draft-model each"),
         (("--speculator", "first_of:ngram,none"), "--speculator first_of:ngram,none cannot ask 'none'"),
         (("--speculator", "none", "--lookup-min", "2"), "--lookup-min works only with --speculator ngram or"),
         (("--speculator", "none", "--lookup-max", "2"), "--lookup-max works only with --speculator ngram or"),
