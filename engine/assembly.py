@@ -23,6 +23,7 @@ from engine.profiler import NO_DIRECTORY, NO_MODEL, NoProfiles, ProfileDesk, Pro
 from engine.recorder import Clocked, TorchRecorder, quiet_kineto
 from engine.scheduler import Scheduler
 from engine.simulate import SimExecutor, SimSettings
+from engine.speculation.batch_table import NO_TABLE, parse_batch_table
 from engine.speculation.names import PREDICTION
 from engine.wire import Wire
 from protocol.curve_keys import load_server_keys
@@ -57,6 +58,7 @@ class Mechanism:
     sources: tuple[str, ...]
     unsupported_sampling: frozenset[str]
     lookahead: int
+    drafts_trees: bool
     dtype: str
     device: str
     profiles: Profiles
@@ -91,6 +93,11 @@ def assemble(config: EngineConfig, on_progress: OnProgress, epoch: int) -> Engin
         lookahead=mechanism.lookahead,
         takes_predictions=PREDICTION in mechanism.sources,
         queue_timeout_ns=None if config.queue_timeout_s is None else int(config.queue_timeout_s * 1e9),
+        drafts_trees=mechanism.drafts_trees,
+        draft_len_by_batch=NO_TABLE
+        if config.draft_len_by_batch is None
+        else parse_batch_table(config.draft_len_by_batch),
+        adaptive_draft=config.adaptive_draft,
     )
     ledger = Ledger(
         EngineIdentity(config.engine_id, epoch),
@@ -152,6 +159,7 @@ def _simulated(config: EngineConfig, files: ModelFiles, vocabulary: Vocabulary) 
         sources=("sim",) if config.sim_draft_len else (),
         unsupported_sampling=frozenset(),
         lookahead=0,
+        drafts_trees=False,
         dtype="none",
         device="none",
         profiles=NoProfiles(NO_MODEL),
@@ -226,6 +234,7 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
         sources=built.capabilities.sources,
         unsupported_sampling=built.capabilities.unsupported_sampling,
         lookahead=built.capabilities.lookahead,
+        drafts_trees=built.capabilities.tree,
         dtype=str(built.dtype).removeprefix("torch."),
         device=str(built.device),
         profiles=_profiles(config, built.executor, on_cuda=built.device.type == "cuda"),

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from engine.speculation.batch_table import MAX_DRAFT_LEN, parse_batch_table
 from engine.speculation.names import FIRST_OF, NONE, PREDICTION, SPECULATORS, check_speculator, members_of
 from protocol.curve_keys import check_curve_options
 from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address, stays_here
@@ -31,6 +32,7 @@ EAGLE_OPTIONS = (
 SIM_DRAFT_TOKENS = 5  # as the n-gram drafter has
 SIM_OPTIONS = ("sim_step_ms", "sim_prefill_ms", "sim_acceptance")
 MODEL_OPTIONS = ("dtype", "device", "memory_share")  # say nothing about a simulated engine
+DRAFT_LEN_OPTIONS = ("num_draft_tokens", "draft_len_by_batch", "adaptive_draft", "sim_acceptance")  # without a drafter
 
 
 class SimConfig(msgspec.Struct, frozen=True):
@@ -76,6 +78,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: Annotated[
         int | None, Meta(ge=1, le=64, description="most draft tokens in one round; default: the drafter's own")
     ] = None
+    draft_len_by_batch: Annotated[
+        str | None,
+        Meta(description="most draft tokens by how many sequences decode: 1:5,8:3,64:0; default: always the most"),
+    ] = None
+    adaptive_draft: Annotated[
+        bool, Meta(description="draft lengths follow what each sequence had accepted, down to none")
+    ] = False
     lookup_min: Annotated[
         int, Meta(ge=1, le=64, description="ngram, prediction: shortest suffix that is looked up")
     ] = 2
@@ -193,6 +202,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"--speculator {self.speculator}: {' and '.join(readers)} need a --draft-model each; it is one"
             )
+        if self.draft_len_by_batch is not None:
+            table = parse_batch_table(self.draft_len_by_batch)
+            table.check(self.num_draft_tokens or MAX_DRAFT_LEN)
         if self.lookup_min > self.lookup_max:
             raise ValueError(f"--lookup-min {self.lookup_min} is greater than --lookup-max {self.lookup_max}")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.block_size:
@@ -216,7 +228,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             _refuse(given, LOOKUP_OPTIONS + SUFFIX_OPTIONS, "says nothing with --executor sim, which looks nothing up")
             _refuse(given, DRAFTER_OPTIONS + EAGLE_OPTIONS, "says nothing with --executor sim, which loads nothing")
         if self.speculator == NONE:
-            _refuse(given, ("num_draft_tokens", "sim_acceptance"), "says nothing with --speculator none")
+            _refuse(given, DRAFT_LEN_OPTIONS, "says nothing with --speculator none")
 
     def _refuse_unread(self, given: frozenset[str], options: tuple[str, ...], readers: tuple[str, ...]) -> None:
         """Refuse options of drafters that the speculator does not ask."""

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from engine.sequence import StopRules
+from engine.speculation.batch_table import NO_TABLE, BatchTable
 from engine.waiting import WaitingQueue
 from protocol.messages import Capacity, Finish, SimScript, Submit
 from protocol.reasons import FinishReason, RejectReason
@@ -31,6 +32,9 @@ class PolicySettings:
     queue_timeout_ns: int | None = None  # longest wait for a first row; None: any
     lookahead: int = 0  # tokens behind a position that the drafter's keys there depend on
     takes_predictions: bool = False  # a drafter drafts from what clients predict
+    drafts_trees: bool = False  # W counts nodes, and a tree's shape is its drafter's own
+    draft_len_by_batch: BatchTable = NO_TABLE
+    adaptive_draft: bool = False  # draft lengths follow what was accepted
 
     def __post_init__(self) -> None:
         capacity = self.capacity
@@ -41,6 +45,7 @@ class PolicySettings:
                 f"max_num_batched_tokens ({capacity.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({capacity.max_num_seqs}): every running sequence needs one token per step"
             )
+        self.draft_len_by_batch.check(self.max_draft_len)
 
     @property
     def max_len(self) -> int:

@@ -242,13 +242,12 @@ class Ledger:
             prompt = self._count_prompt(account)
         logprobs = None if answer.logprobs is None else answer.logprobs[: len(kept)]
         self._emit(account, kept, logprobs, prompt, round_, finish)
-        if finish is None:
-            return Committed(sequence, Outcome.ADVANCED, True, end, kept, answer.path)
-        if sequence.submit.awaits_close:
+        if finish is not None and sequence.submit.awaits_close:
             account.finish = finish
-        else:
+        elif finish is not None:
             self._forget(account)
-        return Committed(sequence, Outcome.FINISHED, True, end, kept, answer.path)
+        outcome, drafted = Outcome.ADVANCED if finish is None else Outcome.FINISHED, answer.drafted
+        return Committed(sequence, outcome, True, end, kept, answer.path, drafted, answer.depth, answer.accepted)
 
     def _count_round(self, span: Span, answer: SpanResult, num_kept: int | None) -> Round:
         """Count one verify. `num_kept` None: the request was closed while it ran, nothing is committed."""

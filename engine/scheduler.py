@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from engine.accounts import Accounts
+from engine.draft_lengths import DraftLengths
 from engine.expiry import Expiry
 from engine.intake import PolicySettings, overload, refusal, rejection
 from engine.kv.cache import KVCache
 from engine.plan import RowBegin, RowCommit, Span, SpanKind, StepPlan
 from engine.sequence import Arrival, ChildKey, Committed, Outcome, Sequence
-from engine.speculation.budget import DraftLimits, draft_budget
 from engine.waiting import WaitingQueue
 from protocol.messages import Close, Finish, Load, Submit
 from protocol.reasons import RejectReason
@@ -39,8 +39,8 @@ class Scheduler:
         self._accounts = accounts
         self._now_ns = now_ns
         self._draw_seed = draw_seed
-        self._draft_limits = DraftLimits(settings.max_draft_len, settings.max_len, settings.unsupported_sampling)
         self._cache = KVCache(capacity.num_blocks, capacity.block_size, capacity.prefix_caching, settings.lookahead)
+        self._draft_lengths = DraftLengths(settings, self._cache, now_ns)
         # Blocks an admission leaves free, so that running rows can grow before somebody is preempted again.
         self._spare_blocks = max(1, capacity.num_blocks // 100)
         self.rows: dict[int, Sequence] = {}
@@ -139,6 +139,7 @@ class Scheduler:
             spans=tuple(spans),
         )
         self._ends, self._begins, self._commits = [], [], {}
+        self._draft_lengths.begin_step(only_rounds=len(spans) == len(rounds))
         return plan
 
     def _expire(self) -> None:
@@ -179,32 +180,16 @@ class Scheduler:
         return True
 
     def _plan_rounds(self, rounds: list[Sequence]) -> tuple[list[Span], int]:
-        """Spans for `rounds` with their draft budgets, and the step's tokens left for prompts."""
+        """Spans for `rounds` with their draft lengths, and the step's tokens left for prompts."""
         budget = self._capacity.max_num_batched_tokens - len(rounds)
         has_prompts = bool(self._waiting) or len(rounds) < len(self._running)
         # Half of the step stays with the prompts that wait: drafts must not starve them.
-        spare = budget // 2 if has_prompts else budget
-        spans = []
-        for position, sequence in enumerate(rounds):
-            share = spare // (len(rounds) - position)
-            num_draft = self._draft_budget(sequence, share)
-            spare -= num_draft
-            budget -= num_draft
-            spans.append(self._span(sequence, (sequence.token_ids[-1],), SpanKind.ROUND, num_draft))
-        return spans, max(budget, 0)
-
-    def _draft_budget(self, sequence: Sequence, share: int) -> int:
-        length = len(sequence.token_ids)
-        if sequence.sim is not None:
-            return min(self._settings.max_draft_len, sequence.num_remaining - 1)
-        slots = len(sequence.block_ids) * self._capacity.block_size - length  # held already
-        if slots < self._settings.max_draft_len:
-            slots = self._cache.room(sequence) - length
-        room = min(share, slots)
-        num_draft = draft_budget(self._draft_limits, sequence.sampling, length, sequence.num_prompt, room)
-        if num_draft and not self._cache.grow(sequence, length + num_draft):
-            raise RuntimeError(f"{num_draft} draft slots were counted as free and are not")
-        return num_draft
+        lengths = self._draft_lengths.reserve(rounds, budget // 2 if has_prompts else budget)
+        spans = [
+            self._span(sequence, (sequence.token_ids[-1],), SpanKind.ROUND, num_draft)
+            for sequence, num_draft in zip(rounds, lengths, strict=True)
+        ]
+        return spans, max(budget - sum(lengths), 0)
 
     def _plan_chunks(self, spans: list[Span], budget: int, paused: frozenset[str]) -> int:
         """Append the next chunk of every running prompt to `spans`; returns the tokens left."""
@@ -275,8 +260,9 @@ class Scheduler:
 
     # ---- results ----
 
-    def settle(self, committed: Iterable[Committed]) -> None:
+    def settle(self, committed: list[Committed]) -> None:
         """Move every sequence to where the step brought it: lengths, blocks, forks; finished ones are freed."""
+        self._draft_lengths.end_step(committed)
         for item in committed:
             sequence = item.sequence
             if item.outcome is Outcome.CLOSED:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from engine.speculation.acceptance_memory import DraftMemory
 from protocol.messages import Close, Detach, Finish, SimScript, Submit
 from protocol.reasons import FinishReason
 
@@ -71,6 +72,7 @@ class Sequence:
         "arrival",
         "block_ids",
         "deadline_ns",
+        "draft_memory",
         "is_decoding",
         "is_prompt_done",
         "key",
@@ -115,6 +117,7 @@ class Sequence:
         self.queued_ns = 0
         self.scheduled_ns: int | None = None  # first time a row was given
         self.deadline_ns: int | None = None
+        self.draft_memory: DraftMemory | None = None  # with --adaptive-draft, from the first draft on
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -167,3 +170,11 @@ class Committed(msgspec.Struct, frozen=True, gc=False):
     end: int  # position behind the last token that the span fed
     token_ids: tuple[int, ...]
     path: tuple[int, ...] | None  # accepted tree nodes; None for chains
+    drafted: int = 0  # tokens put to the target
+    depth: int = 0  # of the draft: its length, for chains
+    accepted: int = 0
+
+    @property
+    def judged(self) -> int:
+        """Depths of the draft at which the target said yes or no: the accepted ones, and the first that was not."""
+        return min(self.depth, self.accepted + 1)

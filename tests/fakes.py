@@ -16,6 +16,7 @@ from engine.ledger import Ledger
 from engine.plan import RowBegin, Span, SpanKind, SpanResult, StepPlan, StepResult
 from engine.scheduler import Scheduler
 from engine.sequence import Arrival
+from engine.speculation.batch_table import NO_TABLE, BatchTable
 from protocol.codec import decode_counters
 from protocol.counters import Counters
 from protocol.messages import Capacity, Close, PhaseTimes, SequenceOutput, SimScript, StepOutput, Submit
@@ -208,6 +209,9 @@ class Engine:
     executor: Executor | None = None
     takes_scripts: bool = False
     queue_timeout_ns: int | None = None
+    drafts_trees: bool = False
+    draft_len_by_batch: BatchTable = NO_TABLE
+    adaptive_draft: bool = False
     frontends: Sequence[str] = ("f",)
     check_laws: bool = True
     clock: FakeClock = field(default_factory=FakeClock)
@@ -232,6 +236,9 @@ class Engine:
             self.unsupported_sampling,
             self.takes_scripts,
             self.queue_timeout_ns,
+            drafts_trees=self.drafts_trees,
+            draft_len_by_batch=self.draft_len_by_batch,
+            adaptive_draft=self.adaptive_draft,
         )
         self.fake = FakeExecutor(self.block_size, self.max_draft_len)
         self.publisher = FakePublisher(self.frontends)

@@ -24,6 +24,7 @@ from engine.model.grouped import GroupedAttention
 from engine.model.weights import load_model
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler
+from engine.speculation.batch_table import NO_TABLE, BatchTable
 from engine.speculation.names import PREDICTION
 from engine.speculation.recipe import SpeculationSettings
 from engine.speculation.speculator import Speculator
@@ -51,6 +52,8 @@ class Shape:
     prefix_caching: bool = True
     device: str = "cpu"
     dtype: str = "fp32"
+    draft_len_by_batch: BatchTable = NO_TABLE
+    adaptive_draft: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,9 @@ class InProcessEngine:
             self.capabilities.unsupported_sampling,
             lookahead=self.capabilities.lookahead,
             takes_predictions=PREDICTION in self.capabilities.sources,
+            drafts_trees=self.capabilities.tree,
+            draft_len_by_batch=shape.draft_len_by_batch,
+            adaptive_draft=shape.adaptive_draft,
         )
         ledger = Ledger(EngineIdentity("0", 7), width, num_sources, clock, check_laws=True)
         self.scheduler = Scheduler(policy, ledger, clock, _no_seed)

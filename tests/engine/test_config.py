@@ -25,6 +25,12 @@ def test_the_promised_defaults():
     assert config("--num-draft-tokens", "7").sim_draft_len == 7
 
 
+def test_draft_lengths_are_fixed_unless_said_otherwise():
+    assert (config().draft_len_by_batch, config().adaptive_draft) == (None, False)
+    got = config("--executor", "sim", "--draft-len-by-batch", "1:5,8:0", "--adaptive-draft", "true")
+    assert (got.draft_len_by_batch, got.adaptive_draft) == ("1:5,8:0", True)
+
+
 def test_options_of_a_drafter_are_taken_when_it_is_one_of_several():
     got = config("--speculator", "first_of:prediction,ngram", "--lookup-max", "6")
     assert (got.speculator, got.lookup_max) == ("first_of:prediction,ngram", 6)
@@ -49,6 +55,11 @@ def test_options_of_a_drafter_are_taken_when_it_is_one_of_several():
         (("--speculator", "none", "--lookup-min", "2"), "--lookup-min works only with --speculator ngram or"),
         (("--speculator", "none", "--lookup-max", "2"), "--lookup-max works only with --speculator ngram or"),
         (("--speculator", "none", "--num-draft-tokens", "2"), "--num-draft-tokens says nothing"),
+        (("--draft-len-by-batch", "5"), "'5' is not BATCH_SIZE:DRAFT_TOKENS"),
+        (("--draft-len-by-batch", "1:5,1:3"), "batch sizes rise"),
+        (("--num-draft-tokens", "3", "--draft-len-by-batch", "1:4"), "--draft-len-by-batch 1:4 allows more"),
+        (("--speculator", "none", "--draft-len-by-batch", "1:4"), "--draft-len-by-batch says nothing"),
+        (("--speculator", "none", "--adaptive-draft", "true"), "--adaptive-draft says nothing"),
         (("--draft-model", "embedded"), "--draft-model works only with --speculator draft_model"),
         (("--draft-sampling", "greedy"), "--draft-sampling works only with --speculator draft_model"),
         (("--lookup-min", "5"), "--lookup-min 5 is greater than --lookup-max 4"),
