@@ -23,10 +23,12 @@ SUFFIX_OPTIONS = (
     "suffix_min_probability", "suffix_mode", "suffix_share",
 )  # fmt: skip
 EAGLE_DRAFTERS = ("eagle", "eagle3")
-MODEL_DRAFTERS = ("draft_model", *EAGLE_DRAFTERS)  # speculators that load weights of their own
+TREE_DRAFTERS = (*EAGLE_DRAFTERS, "medusa")
+MODEL_DRAFTERS = ("draft_model", *TREE_DRAFTERS)  # speculators that load weights of their own
 DRAFTER_OPTIONS = ("draft_model", "draft_sampling")  # what only they read
+TREE_OPTIONS = ("tree_top_k", "tree_depth")
 EAGLE_OPTIONS = (
-    "tree_top_k", "tree_depth", "eagle_taps", "eagle_final_norm", "eagle_norm_before_residual", "eagle_norm_output",
+    "eagle_taps", "eagle_final_norm", "eagle_norm_before_residual", "eagle_norm_output",
     "eagle_feature_norm", "eagle_vocabulary_map",
 )  # fmt: skip
 SIM_DRAFT_TOKENS = 5  # as the n-gram drafter has
@@ -118,10 +120,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "greedy"
     tree_top_k: Annotated[
-        int, Meta(ge=0, le=32, description="eagle, eagle3: draft a tree with this many children per node; 0: a chain")
+        int,
+        Meta(ge=0, le=32, description="eagle, eagle3, medusa: draft a tree with so many children per node; 0: a chain"),
     ] = 0
     tree_depth: Annotated[
-        int | None, Meta(ge=1, le=16, description="eagle, eagle3: levels of the tree; default: 5")
+        int | None,
+        Meta(ge=1, le=16, description="levels of the tree; default: 5, or one for each medusa head"),
     ] = None
     eagle_taps: Annotated[
         str | None,
@@ -223,10 +227,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._refuse_unread(given, LOOKUP_OPTIONS, LOOKUP_DRAFTERS)
         self._refuse_unread(given, SUFFIX_OPTIONS, ("suffix",))
         self._refuse_unread(given, DRAFTER_OPTIONS, MODEL_DRAFTERS)
+        self._refuse_unread(given, TREE_OPTIONS, TREE_DRAFTERS)
         self._refuse_unread(given, EAGLE_OPTIONS, EAGLE_DRAFTERS)
         if self.executor == "sim":
             _refuse(given, LOOKUP_OPTIONS + SUFFIX_OPTIONS, "says nothing with --executor sim, which looks nothing up")
-            _refuse(given, DRAFTER_OPTIONS + EAGLE_OPTIONS, "says nothing with --executor sim, which loads nothing")
+            _refuse(
+                given,
+                DRAFTER_OPTIONS + TREE_OPTIONS + EAGLE_OPTIONS,
+                "says nothing with --executor sim, which loads nothing",
+            )
         if self.speculator == NONE:
             _refuse(given, DRAFT_LEN_OPTIONS, "says nothing with --speculator none")
 

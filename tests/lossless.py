@@ -39,19 +39,23 @@ _SETTINGS: Mapping[str, tuple[SpeculationSettings, ...]] = {
         SpeculationSettings(num_draft_tokens=1, lookup_min=1, lookup_max=1),
         SpeculationSettings(num_draft_tokens=16, lookup_min=1, lookup_max=5),
     ),
-    "first_of:ngram,draft_model": (
-        SpeculationSettings(),
-        SpeculationSettings(num_draft_tokens=3, draft_sampling="sampled"),
-    ),
     "suffix": (
         SpeculationSettings(num_draft_tokens=8),
         SpeculationSettings(num_draft_tokens=6, suffix=SuffixSettings(mode="tree", factor=2.0, max_depth=8)),
+    ),
+    "first_of:ngram,draft_model": (
+        SpeculationSettings(),
+        SpeculationSettings(num_draft_tokens=3, draft_sampling="sampled"),
     ),
     "draft_model": (
         SpeculationSettings(),
         SpeculationSettings(num_draft_tokens=3, draft_sampling="sampled"),
     ),
     "eagle": (SpeculationSettings(num_draft_tokens=6, tree_top_k=3, tree_depth=4),),
+    "medusa": (
+        SpeculationSettings(num_draft_tokens=3, draft_sampling="sampled"),
+        SpeculationSettings(num_draft_tokens=12, tree_top_k=6),
+    ),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens for B rows. `lengths` and `sources` may stay on the host when the rest is on a device.
+    """Proposed tokens for B rows. `lengths`, `parents` and `sources` may stay on the host when the rest is on a device.
 
     `lengths` are the REAL lengths: no padding is ever counted. Row b's entries at and beyond lengths[b] are undefined.
     Nodes of a tree are numbered in topological order, so any prefix of a draft is a draft.

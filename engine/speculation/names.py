@@ -14,6 +14,7 @@ SPECULATORS: tuple[str, ...] = (
     "draft_model",
     "eagle",
     "eagle3",
+    "medusa",
 )  # a new drafter adds its name here and its recipe in the registry
 FIRST_OF = "first_of"
 _FIRST_OF_PREFIX = f"{FIRST_OF}:"
