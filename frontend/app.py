@@ -28,7 +28,7 @@ from frontend.connections import (
 from frontend.errors import ApiError
 from frontend.log_format import CURRENT_TRACE_ID, AccessLogger
 from frontend.openai import REQUEST_ID_PATTERN
-from frontend.server import REQUEST_ID, SERVER, TRACE, Server
+from frontend.server import REQUEST_ID, SCOPE, SERVER, TRACE, Server
 from frontend.span_attributes import describe_http, describe_status, error_type
 from frontend.spans import TraceLevel
 from frontend.tracer import LEVEL_HEADER, TRACE_ID_HEADER, level_asked
@@ -150,7 +150,8 @@ async def _answered(request: web.Request, handler: Handler, route: str) -> web.S
     """The handler's response, or the error it raised as OpenAI's error object."""
     try:
         # First of all: who may not come in costs no span, no body and no work.
-        with request.app[SERVER].gate.enter(route, request.headers.get("Authorization"), request.app[SERVER].admin):
+        server, authorization = request.app[SERVER], request.headers.get("Authorization")
+        with server.gate.enter(route, authorization, server.admin) as request[SCOPE]:
             if route not in _UNMEASURED:
                 _begin_trace(request, route)
             return await handler(request)

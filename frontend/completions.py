@@ -27,7 +27,7 @@ from frontend.openai import ChatRequest, CompletionRequest, GenerationRequest, d
 from frontend.prompts import draft_of, fewest_tokens, job_of
 from frontend.request_trace import RequestTrace
 from frontend.sampling_fields import num_logprobs
-from frontend.server import REQUEST_ID, SERVER, TRACE, Server, off_loop, read_body
+from frontend.server import REQUEST_ID, SCOPE, SERVER, TRACE, Server, off_loop, read_body
 from frontend.span_attributes import describe_answer, describe_kind, describe_request, error_type
 from frontend.spans import TraceLevel
 from frontend.sse import EventStream
@@ -61,7 +61,7 @@ async def _serve(request: web.Request, kind: type[CompletionRequest] | type[Chat
     if not asked.stream:
         end_at_half_close(request)
     async with (
-        _admitted(server, asked, deadline, trace) as job,
+        _admitted(server, asked, deadline, trace, request.get(SCOPE, "")) as job,
         Generation(server.engine, server.text.tokenizer, job, server.metrics, arrived_s, trace=trace) as generation,
     ):
         answer = _answer(server, request, asked, generation)
@@ -97,7 +97,7 @@ async def _decoded(
 
 @asynccontextmanager
 async def _admitted(
-    server: Server, asked: GenerationRequest, deadline: Deadline | None, trace: RequestTrace | None
+    server: Server, asked: GenerationRequest, deadline: Deadline | None, trace: RequestTrace | None, scope: str
 ) -> AsyncIterator[Job]:
     """The job of a request that this server can take now; its share of the limits is held until the block ends."""
     hello = server.hello()
@@ -113,7 +113,7 @@ async def _admitted(
         reservation.reserve_tokens(job.num_prompt_tokens)
         _check_deadline(server, deadline)
         try:
-            yield replace(job, deadline=deadline)
+            yield replace(job, deadline=deadline, scope=scope)
         except EngineLost as lost:  # by submitting
             raise _not_taken(server, lost) from None
 

@@ -118,7 +118,6 @@ class EngineClient:
         return self.down_reason is None
 
     async def wait_ready(self) -> Hello:
-        """Wait until attached."""
         while (hello := self.hello) is None:
             self._became_ready.clear()
             await self._became_ready.wait()
@@ -142,6 +141,7 @@ class EngineClient:
         priority: int = 0,
         trace: RequestTrace | None = None,
         prediction_token_ids: Sequence[int] = (),
+        scope: str = "",
     ) -> Stream:
         """Send one request. Raises `EngineLost` when no engine is attached or its socket takes no more."""
         connection = self._attached()
@@ -158,6 +158,7 @@ class EngineClient:
             awaits_close=awaits_close,
             sim=sim,
             prediction_token_ids=tuple(prediction_token_ids),
+            scope=scope,
         )
         stream = Stream(
             request.request_id,

@@ -112,6 +112,7 @@ class _Request:
     trace: RequestTrace | None
     deadline_ns: int | None  # on time.monotonic_ns
     prediction_token_ids: Sequence[int]
+    scope: str
 
     def submit(self, client: EngineClient) -> Stream:
         """Raises `EngineLost`."""
@@ -126,6 +127,7 @@ class _Request:
             priority=self.priority,
             trace=self.trace,
             prediction_token_ids=self.prediction_token_ids,
+            scope=self.scope,
         )
 
 
@@ -269,11 +271,12 @@ class EnginePool:
         priority: int = 0,
         trace: RequestTrace | None = None,
         prediction_token_ids: Sequence[int] = (),
+        scope: str = "",
     ) -> Stream | RetriedStream:
         """Send one request to the engine that suits it best. Raises `EngineLost` when none takes it."""
         deadline_ns = None if remaining_ns is None else time.monotonic_ns() + remaining_ns
         request = _Request(
-            prompt_token_ids, sampling, n, awaits_close, sim, priority, trace, deadline_ns, prediction_token_ids
+            prompt_token_ids, sampling, n, awaits_close, sim, priority, trace, deadline_ns, prediction_token_ids, scope
         )
         if self._is_alone:
             [member] = self._members.values()

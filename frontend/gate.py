@@ -4,8 +4,8 @@ Owns the list of open routes and that of admin routes; every other route, those 
 as there is one. Looks at the route that was matched, never at the path as sent. Called by the middleware of `frontend.app`.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from frontend.admin import OPTION as ADMIN_OPTION
 from frontend.admin import AdminKeys, not_admin
@@ -17,6 +17,7 @@ from frontend.rate_limit import RateLimits
 # it tells an attacker where to begin.
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping", "/metrics", "/metrics/", "/metrics/engine", "/metrics/frontend"})
 ADMIN_ROUTES = frozenset({"/start_profile", "/stop_profile"})
+ADMIN_SCOPE = "admin"
 MISSING, UNKNOWN, NOT_ADMIN = "missing_key", "unknown_key", "not_admin"
 
 
@@ -33,21 +34,27 @@ class Gate:
         """Requests refused with 401, by reason."""
         return self._unauthorized
 
-    def enter(self, route: str, authorization: str | None, admin: AdminKeys) -> AbstractContextManager[None]:
-        """For the time of one request. `route`: the matched route's template. Raises ApiError 401, and 429 on entering."""
+    @contextmanager
+    def enter(self, route: str, authorization: str | None, admin: AdminKeys) -> Iterator[str]:
+        """For the time of one request; gives the scope of its text. `route`: the matched route's template.
+
+        The scope is one per client and the same in every frontend: what drafters learn in one never drafts in another.
+        Without keys there is one client, and its scope is "". Raises ApiError 401, and 429 on entering.
+        """
         if route in ADMIN_ROUTES:
             if not admin.allows(authorization):
                 self._unauthorized[NOT_ADMIN] += 1
                 raise not_admin(ADMIN_OPTION if admin.digests else None)
-            return nullcontext()
-        if not self.keys or route in OPEN_ROUTES:
-            return nullcontext()
-        client = self.keys.client(authorization)
-        if client is not None:
-            return self.limits.enter(client)
-        if admin.allows(authorization):  # an admin's requests carry the admin's key, which has no limits
-            return nullcontext()
-        raise self._refusal(authorization)
+            yield ADMIN_SCOPE
+        elif not self.keys or route in OPEN_ROUTES:
+            yield ""
+        elif (client := self.keys.client(authorization)) is not None:
+            with self.limits.enter(client):
+                yield client.scope
+        elif admin.allows(authorization):  # an admin's requests carry the admin's key, which has no limits
+            yield ADMIN_SCOPE
+        else:
+            raise self._refusal(authorization)
 
     def _refusal(self, authorization: str | None) -> ApiError:
         if authorization is None:

@@ -70,6 +70,7 @@ class Submitter(Protocol):
         priority: int,
         trace: RequestTrace | None,
         prediction_token_ids: Sequence[int],
+        scope: str,
     ) -> OutputStream: ...
 
 
@@ -95,6 +96,7 @@ class Job:
     operation: str = "text_completion"  # gen_ai.operation.name
     deadline: Deadline | None = None
     prediction: tuple[int, ...] = ()  # tokens that the client expects as the answer
+    scope: str = ""  # whose text it is (`frontend.gate`)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -195,6 +197,7 @@ class Generation:
             priority=job.priority,
             trace=self.trace,
             prediction_token_ids=job.prediction,
+            scope=job.scope,
         )
         first = len(self.choices)
         choices = [Choice(first + child, self.tokenizer, job.settings) for child in range(job.n)]

@@ -108,6 +108,7 @@ class Server:
 
 SERVER = web.AppKey("server", Server)
 REQUEST_ID = web.RequestKey("request_id", str)
+SCOPE = web.RequestKey("scope", str)  # whose text it is (`frontend.gate`)
 TRACE = web.RequestKey("trace", RequestTrace)  # of traced requests only
 
 

@@ -1,5 +1,6 @@
 """Who runs: the queue, chunks, budgets, preemption, forks, limits. Over the strict FakeExecutor."""
 
+import msgspec
 import pytest
 
 from engine.intake import PolicySettings
@@ -231,6 +232,11 @@ def test_an_admission_leaves_a_block_for_those_who_run() -> None:
         (submit(1, logit_bias={1000: 1.0}), RejectReason.INVALID, "logit_bias"),
         (submit(1, sim=SimScript(((5,),))), RejectReason.INVALID, "--executor sim"),
         (submit(1, remaining_ns=0), RejectReason.EXPIRED, "deadline"),
+        (
+            msgspec.structs.replace(submit(1), scope="s" * 65),
+            RejectReason.INVALID,
+            "scope has 65 characters; the limit is 64",
+        ),
     ],
 )
 def test_what_cannot_run_is_rejected_with_a_sentence(message: object, reason: RejectReason, words: str) -> None:

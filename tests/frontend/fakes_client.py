@@ -109,6 +109,7 @@ class Submitted:
     priority: int
     stream: Stream
     prediction_token_ids: tuple[int, ...] = ()
+    scope: str = ""
     closes: list[tuple[int, CloseReason, int]] = field(default_factory=list)
     closed: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
@@ -166,6 +167,7 @@ class FakeEngineClient:
         priority: int = 0,
         trace: RequestTrace | None = None,
         prediction_token_ids: Sequence[int] = (),
+        scope: str = "",
     ) -> Stream:
         if self.hello is None:
             raise EngineLost(self.down_reason or "down")
@@ -174,7 +176,15 @@ class FakeEngineClient:
         if trace is not None:
             raise NotImplementedError("this engine has no clock: traces are tested with the real attachment")
         given = Submitted(
-            tuple(prompt_token_ids), sampling, n, awaits_close, sim, priority, stream, tuple(prediction_token_ids)
+            tuple(prompt_token_ids),
+            sampling,
+            n,
+            awaits_close,
+            sim,
+            priority,
+            stream,
+            tuple(prediction_token_ids),
+            scope,
         )
         self.submitted.append(given)
         if self.reject is not None:

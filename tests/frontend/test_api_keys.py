@@ -219,6 +219,26 @@ async def test_a_request_without_the_key_gets_openais_401(site):
     assert status == 200 and json.loads(answer)["choices"]
 
 
+def test_a_scope_is_the_clients_own_the_same_in_every_frontend_and_tells_no_name(tmp_path):
+    def scopes(lines):
+        keys = ApiKeys.load(written(tmp_path / "scopes", lines), None)
+        return [keys.client(bearer(key)).scope for key in (KEY, OTHER)]
+
+    one, other = scopes(f"alice: {KEY}\nbob: {OTHER}")
+    assert one != other and len(one) == len(other) == 16 and "" not in (one, other)
+    assert scopes(f"bob: {OTHER}\nalice: {KEY}") == [one, other], "whatever order another frontend's file has"
+    assert len(set(scopes(f"alice: {KEY}\nalice: {OTHER}"))) == 1, "two keys of one client share what was learnt"
+    assert len(set(scopes(f"{KEY}\n{OTHER}"))) == 2, "keys without a name are clients of their own"
+    assert "alice" not in one and KEY[:6] not in one
+
+
+async def test_a_request_carries_the_scope_of_its_key(site):
+    for key in (KEY, ADMIN):
+        assert (await site.ask("/v1/completions", key, "POST", PROMPT))[0] == 200
+    scopes = [one.scope for one in site.server.engine.submitted]
+    assert scopes == [site.server.gate.keys.client(bearer(KEY)).scope, "admin"]
+
+
 async def test_the_admin_key_works_as_an_api_key_and_opens_the_trace_level(site):
     assert (await site.ask("/v1/completions", ADMIN, "POST", PROMPT))[0] == 200
     assert (await site.ask("/v1/completions", ADMIN, "POST", PROMPT, "X-Trace-Level: 0\r\n"))[0] == 200
