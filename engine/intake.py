@@ -17,6 +17,7 @@ DEADLINE_PASSED = "the request's deadline passed before it was finished"
 
 MAX_SCRIPT_STEP_MS = 60_000.0
 MAX_SCRIPT_RUNS = 100_000
+MAX_SCOPE_CHARS = 64
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ def overload(submit: Submit, capacity: Capacity, waiting: WaitingQueue, num_free
 def _problem_of_shape(submit: Submit, settings: PolicySettings) -> str | None:
     if not 1 <= submit.n <= MAX_N:
         return f"n must be between 1 and {MAX_N}, got {submit.n}"
+    if len(submit.scope) > MAX_SCOPE_CHARS:
+        return f"scope has {len(submit.scope)} characters; the limit is {MAX_SCOPE_CHARS}"
     prompt = submit.prompt_token_ids
     if not prompt:
         return "the prompt is empty: there is nothing to condition on"
