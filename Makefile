@@ -1,5 +1,5 @@
 # The commands of this repository. `make serve` and `make test` need only Python 3.11+, git and make.
-.PHONY: serve test install check cases bench report soak compose-test images gpu clean
+.PHONY: serve test install check cases bench bench-drafters oracles report soak compose-test images gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -9,6 +9,8 @@ help:
 	@echo "make check     format, lint, types, architecture tests (under a minute)"
 	@echo "make cases     the long forms of the failure cases"
 	@echo "make bench     print tokens per second, time to first token and step overhead"
+	@echo "make bench-drafters  acceptance and tokens per second of every drafter, for each kind of prompt"
+	@echo "make oracles   the drafters against implementations nobody here wrote (installs 3 GB into .venv-oracles)"
 	@echo "make report    serve, trace one request and draw its rounds into report/"
 	@echo "make soak      a fleet under load and harm for 10 minutes (ARGS=\"--minutes 3\"), and a report"
 	@echo "make images    build the images of docker-compose.yml"
@@ -40,6 +42,13 @@ check: .venv-test
 bench: .venv-test
 	.venv/bin/python -m tests.bench $(ARGS)
 
+bench-drafters: .venv-test
+	.venv/bin/python -m tests.bench.drafters $(ARGS)
+
+oracles:
+	@tests/oracles/create_environment.sh
+	.venv-oracles/bin/python -m pytest -q tests/oracles $(ARGS)
+
 report: .venv-test
 	@.venv/bin/drafthouse report --serve $(ARGS)
 
@@ -57,4 +66,4 @@ gpu: install
 	.venv/bin/python tests/gpu/check.py
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-oracles
