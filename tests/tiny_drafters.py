@@ -75,19 +75,24 @@ FITTED_EAGLE3 = Published("safeailab", taps=(1, 2), draft_vocab_size=200)
 
 
 def fitted_eagle(directory: Path, target: Path) -> Path:
-    return write_eagle(directory, target, FITTED_EAGLE, fitted=True)
+    return write_eagle(directory, target, FITTED_EAGLE, favour=FAVOUR)
 
 
 def fitted_eagle3(directory: Path, target: Path) -> Path:
-    return write_eagle(directory, target, FITTED_EAGLE3, fitted=True)
+    return write_eagle(directory, target, FITTED_EAGLE3, favour=FAVOUR)
 
 
-def write_eagle(directory: Path, target: Path, published: Published, *, seed: int = 0, fitted: bool = False) -> Path:
-    """A drafter for the Hugging Face directory `target`, whose layers number two or more."""
+def write_eagle(
+    directory: Path, target: Path, published: Published, *, seed: int = 0, favour: float | None = None
+) -> Path:
+    """A drafter for the Hugging Face directory `target`, whose layers number two or more.
+
+    Random, or with `favour` fitted, and the logits of `FAVOURED_TOKEN_IDS` multiplied by it.
+    """
     model = target_model(target)
     weights = random_weights(model, published, seed)
-    if fitted:
-        _fit(model, published, weights)
+    if favour is not None:
+        _fit(model, published, weights, favour)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(eagle_config(model, published)))
     prefix = "midlayer." if published.layout == "safeailab" else "layers.0."
@@ -251,7 +256,7 @@ def target_texts(model: DecoderModel, count: int, length: int) -> torch.Tensor:
     return tokens
 
 
-def _fit(model: DecoderModel, published: Published, weights: Weights) -> None:
+def _fit(model: DecoderModel, published: Published, weights: Weights, favour: float) -> None:
     """fc, then o_proj, then down_proj by ridge regression on what is still missing from the next hidden state."""
     count, length = 60, 44
     tokens = target_texts(model, count, length)
@@ -261,7 +266,7 @@ def _fit(model: DecoderModel, published: Published, weights: Weights) -> None:
         last = rms_norm(last, model.weights.final_norm, model.arch.norm_eps)
     wanted = last[:, 1:].flatten(0, 1).to(torch.float64)  # pair i is to give the state of position i + 1
     read_taps = states[:, :-1, list(published.taps)] if published.generation == 3 else last[:, :-1, None]
-    _start_from_target(model, published, weights)
+    _start_from_target(model, published, weights, favour)
     embedded = model.weights.embedding[tokens[:, 1:]].flatten(0, 1).to(torch.float64)
     inputs = read_taps.flatten(2).flatten(0, 1).to(torch.float64)
     if published.generation == 1:
@@ -285,10 +290,10 @@ def _fit(model: DecoderModel, published: Published, weights: Weights) -> None:
     weights["layers.0.mlp.down_proj.weight"] = ridge(gated, wanted - hidden).T.float()
 
 
-def _start_from_target(model: DecoderModel, published: Published, weights: Weights) -> None:
+def _start_from_target(model: DecoderModel, published: Published, weights: Weights, favour: float) -> None:
     """The target's own last norm and head, and attention that looks at the newest token above all."""
     head = model.weights.output.clone()
-    head[list(FAVOURED_TOKEN_IDS)] *= FAVOUR
+    head[list(FAVOURED_TOKEN_IDS)] *= favour
     weights["lm_head.weight"] = head[draft_token_ids(model, weights)]
     if published.generation == 1:
         return
