@@ -9,14 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.config import EngineConfig
+from engine.model.weights import load_model
 from engine.speculation.medusa import MedusaSpeculator
 from engine.speculation.medusa_tree import best_tree, expected_accuracy
 from engine.speculation.recipe import SpeculationSettings, Target, TargetFacts
 from engine.speculation.registry import prepare
 from engine.speculation.speculator import CommittedSpan, DraftRow, SequenceStart
+from protocol.model_files import resolve
 from protocol.sampling import SamplingParams
-from tests.inprocess import Drafter
-from tests.lossless import SCENARIOS, Plain, assert_equal, check
+from tests.gpu.check import DeviceReads
+from tests.inprocess import Drafter, Shape
+from tests.lossless import Plain, Scenario, assert_equal, check, traffic
 from tests.tiny import write_tiny_model
 from tests.tiny_medusa import (
     PublishedMedusa,
@@ -208,6 +212,29 @@ def test_the_memory_that_is_announced_is_the_memory_that_is_used(
     assert bench.recipe.weight_bytes == sum(distinct.values())
 
 
+@pytest.mark.parametrize("settings", [{}, {"draft_sampling": "sampled"}, {"num_draft_tokens": 9, "tree_top_k": 3}])
+def test_a_draft_never_waits_for_the_device(target: Path, tmp_path: Path, settings: dict[str, object]) -> None:
+    """On torch's meta device, which has shapes and no content, looking at a value raises."""
+    bench = Bench(target, tmp_path / "heads", VARIANTS["truncated"], **settings)
+    read = load_model(resolve(str(target)), torch.float32, torch.device("meta"))
+    on_device = bench.recipe.build(Target(read, num_blocks=8, block_size=4))
+    with DeviceReads("meta") as reads:
+        taps = torch.zeros(5, 1, read.arch.hidden_size, device="meta")
+        on_device.observe([CommittedSpan(row, 0, tuple(range(5)), 7, (), taps) for row in range(2)])
+        draft = on_device.propose([asks(0, 4, HOT), asks(1, 2), asks(2, 2)])
+        on_device.observe([CommittedSpan(row, 5, (7,), 8, (), taps[:1]) for row in range(2)])
+    assert reads.names == []
+    assert draft.tokens.device.type == "meta" and draft.lengths.tolist() == [4, 2, 0]
+    assert draft.parents is None or draft.parents.tolist()[0][:2] == [-1, 0]
+
+
+def test_tree_options_are_read_by_medusa_and_options_of_others_are_refused() -> None:
+    config = EngineConfig(speculator="medusa", tree_top_k=4)
+    config.check_given(frozenset({"speculator", "tree_top_k", "draft_model", "draft_sampling"}))
+    with pytest.raises(ValueError, match="--eagle-taps works only with --speculator eagle or eagle3"):
+        config.check_given(frozenset({"eagle_taps"}))
+
+
 # ---- the tree ----
 
 
@@ -255,10 +282,12 @@ def predictable(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, P
 def test_heads_that_are_often_right_change_no_answer(
     predictable: tuple[Path, Path, Plain], settings: dict[str, int]
 ) -> None:
-    """Whole prompts, chunks, preemption and departures, with runs of several accepted tokens."""
+    """Rows among few blocks and chunks of a few tokens, with runs of several accepted tokens."""
     model, heads, plain = predictable
     drafter = Drafter("medusa", "medusa", SpeculationSettings(draft_model=str(heads), **settings))  # type: ignore[arg-type]
-    counters = check(model, SCENARIOS["cramped"](plain), drafter, plain, assert_equal)
+    shape = Shape(max_num_seqs=4, max_num_batched_tokens=13, num_blocks=22)
+    scenario = Scenario(shape, (traffic(5, count=9, longest=30),), must_rise=("num_preemptions",))
+    counters = check(model, scenario, drafter, plain, assert_equal)
     first, second, third = counters.accepted_per_pos[:3]
     assert first > 0.15 * counters.draft_rounds
     assert second > 5 and third > 0
