@@ -1,8 +1,9 @@
 """No draft length policy changes an answer: the real engine with a table and with adaptive lengths, against plain decoding."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.lossless import SCENARIOS, Plain, Scenario, assert_equal, check, orac
 from tests.tiny import write_tiny_model
 
 NGRAM = Drafter("ngram", "ngram", SpeculationSettings(lookup_min=1, lookup_max=3))
-POLICIES = {
+POLICIES: Mapping[str, Mapping[str, Any]] = {
     "adaptive": {"adaptive_draft": True},
     "table": {"draft_len_by_batch": parse_batch_table("1:4,2:2,4:0")},
     "both": {"adaptive_draft": True, "draft_len_by_batch": parse_batch_table("1:4,3:1")},
