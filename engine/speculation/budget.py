@@ -1,6 +1,6 @@
 """How many tokens a row may draft: one pure policy for every drafter. Without torch.
 
-Owns the limits, not the drafting. Called by the scheduler while it plans a step; a drafter never decides its own budget.
+Owns the limits of one row, not the drafting. Called by engine.draft_lengths; a drafter never decides its own budget.
 """
 
 from dataclasses import dataclass
