@@ -148,7 +148,8 @@ def test_draws_follow_their_distribution(target: Path, tmp_path: Path) -> None:
     """4000 rows with one state and different seeds: no frequency is off by more than 5 standard deviations."""
     bench = Bench(target, tmp_path / "heads", PublishedMedusa(num_heads=2), draft_sampling="sampled")
     bench.see(0)
-    rows = [DraftRow(0, (*range(5), 7), 2, 5, HOT, seed=seed) for seed in range(4000)]
+    flat = SamplingParams(max_tokens=99, temperature=3.0)
+    rows = [DraftRow(0, (*range(5), 7), 2, 5, flat, seed=seed) for seed in range(4000)]
     draft = bench.speculator.propose(rows)
     assert draft.probs is not None
     for head in range(2):
@@ -156,10 +157,10 @@ def test_draws_follow_their_distribution(target: Path, tmp_path: Path) -> None:
         seen = torch.bincount(draft.tokens[:, head].long(), minlength=320).double() / len(rows)
         deviation = (wanted * (1 - wanted) / len(rows)).sqrt() + 1e-4
         assert ((seen - wanted).abs() <= 5 * deviation).all()
-    likely = [int(draft.probs[0, head].argmax()) for head in range(2)]
-    together = (draft.tokens.long() == torch.tensor(likely)).all(dim=1).double().mean()
-    independent = draft.probs[0, 0, likely[0]].double() * draft.probs[0, 1, likely[1]].double()
-    assert abs(together - independent) <= 5 * (independent * (1 - independent) / len(rows)).sqrt()
+    # One random number for both heads would make them agree far more often than independent draws do.
+    agree = (draft.tokens[:, 0] == draft.tokens[:, 1]).double().mean()
+    independent = (draft.probs[0, 0].double() * draft.probs[0, 1].double()).sum()
+    assert abs(agree - independent) <= 5 * (independent * (1 - independent) / len(rows)).sqrt()
 
 
 @pytest.mark.parametrize("settings", [{}, {"draft_sampling": "sampled"}, {"num_draft_tokens": 6, "tree_top_k": 3}])
