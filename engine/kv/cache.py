@@ -22,7 +22,7 @@ class KVCache:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._lookahead = lookahead
-        self._index = PrefixIndex(block_size)
+        self._index = PrefixIndex(block_size, lookahead)
         self._blocks = BlockAllocator(num_blocks, block_size, self._index.forget)
 
     @property
@@ -48,7 +48,7 @@ class KVCache:
         found: tuple[int, ...] = ()
         node = ROOT
         if not sequence.block_ids and self.can_read(sequence):
-            found, node = self._match(sequence)
+            found, node = self._index.match(sequence.token_ids, (length - 1) // self.block_size)
             self._blocks.share(found)
         held = sequence.block_ids or found
         missing = self._blocks.blocks_for(length) - len(held)
@@ -104,20 +104,12 @@ class KVCache:
         """Raise `IntegrityError` unless `sequences` (all that live) hold exactly the blocks that are held."""
         self._blocks.check_integrity((s.block_ids for s in sequences), self._index.cached_blocks())
 
-    def _match(self, sequence: Sequence) -> tuple[tuple[int, ...], int]:
-        """Block ids of the longest prefix that may be shared, and its node."""
-        found, node = self._index.match(sequence.token_ids, (len(sequence.token_ids) - 1) // self.block_size)
-        if self._lookahead and found:
-            num_blocks = max(0, len(found) * self.block_size - self._lookahead) // self.block_size
-            found, node = self._index.match(sequence.token_ids, num_blocks)
-        return found, node
-
     def _make_findable(self, sequence: Sequence) -> None:
         size = self.block_size
-        while (sequence.prefix_num_blocks + 1) * size <= sequence.num_computed:
-            start = sequence.prefix_num_blocks * size
+        last = min(sequence.num_computed, len(sequence.token_ids) - self._lookahead)
+        while (end := (sequence.prefix_num_blocks + 1) * size) <= last:
             block_id = sequence.block_ids[sequence.prefix_num_blocks]
-            tokens = sequence.token_ids[start : start + size]
+            tokens = sequence.token_ids[end - size : end + self._lookahead]
             sequence.prefix_node, is_new = self._index.insert(sequence.prefix_node, tokens, block_id)
             sequence.prefix_num_blocks += 1
             if is_new:

@@ -8,15 +8,19 @@ from collections.abc import Sequence
 
 ROOT = 0
 
-_Key = tuple[int, tuple[int, ...]]  # (parent node, the block's tokens)
+_Key = tuple[int, tuple[int, ...]]  # (parent node, the block's tokens and as many behind it as a drafter looks ahead)
 
 
 class PrefixIndex:
     """A node is one full block behind one exact prefix. Node numbers are never used twice, so that what hung below an
-    evicted node cannot be found under its successor."""
+    evicted node cannot be found under its successor.
 
-    def __init__(self, block_size: int) -> None:
+    `lookahead`: how many tokens behind a position the drafter's keys there depend on; they are part of what a block is.
+    """
+
+    def __init__(self, block_size: int, lookahead: int = 0) -> None:
         self._block_size = block_size
+        self._num_tokens = block_size + lookahead  # of a key
         self._nodes: dict[_Key, tuple[int, int]] = {}  # -> (node, block id)
         self._key_of_block: dict[int, _Key] = {}
         self._last_node = ROOT
@@ -27,7 +31,7 @@ class PrefixIndex:
         block_ids: list[int] = []
         node = ROOT
         for start in range(0, num_blocks * size, size):
-            found = self._nodes.get((node, tuple(token_ids[start : start + size])))
+            found = self._nodes.get((node, tuple(token_ids[start : start + self._num_tokens])))
             if found is None:
                 break
             node, block_id = found
@@ -37,11 +41,13 @@ class PrefixIndex:
     def insert(self, parent: int, token_ids: Sequence[int], block_id: int) -> tuple[int, bool]:
         """The node of one full block behind `parent`, and whether `block_id` is now the block found there.
 
+        `token_ids`: the block's and the `lookahead` tokens behind it.
+
         False when another block already holds the same tokens behind the same prefix: the first one stays.
         """
         key = (parent, tuple(token_ids))
-        if len(key[1]) != self._block_size:
-            raise ValueError(f"only full blocks are cached: {len(key[1])} tokens, block size {self._block_size}")
+        if len(key[1]) != self._num_tokens:
+            raise ValueError(f"only full blocks are cached: {len(key[1])} tokens where {self._num_tokens} are needed")
         found = self._nodes.get(key)
         if found is not None:
             return found[0], False

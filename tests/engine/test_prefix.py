@@ -108,12 +108,16 @@ def test_only_computed_full_blocks_are_found() -> None:
 
 
 def test_a_drafter_that_looks_ahead_shares_only_blocks_whose_following_tokens_are_equal() -> None:
-    cache = KVCache(12, 4, prefix_caching=True, lookahead=1)
+    cache = KVCache(16, 4, prefix_caching=True, lookahead=1)
     first = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert cache.admit(first, 0) == 0
     compute(cache, first, 9)
     assert cache.admit(sequence([1, 2, 3, 4, 5, 6, 7, 8, 20], 2), 0) == 4, "the second block's keys depend on the 9"
-    assert cache.admit(sequence([1, 2, 3, 4, 5, 30], 3), 0) == 0, "nothing says that a 5 follows the only equal block"
+    assert cache.admit(sequence([1, 2, 3, 4, 5, 30], 3), 0) == 4
+    other = sequence([1, 2, 3, 4, 6, 7, 8, 9, 10], 6)
+    assert cache.admit(other, 0) == 0, "the first block's last keys depend on the 5"
+    compute(cache, other, 9)
+    assert cache.admit(sequence([1, 2, 3, 4, 6, 7, 8, 9, 10, 11], 7), 0) == 8, "both blocks are its own"
     fork = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9], 5)
     cache.fork(first, fork)
     assert fork.num_computed == 8, "a fork knows its own next token"
