@@ -42,6 +42,7 @@ class SafetensorsSource:
     def __init__(self, files: ModelFiles, arch: ArchConfig) -> None:
         self._tied = arch.tied
         self._tensors = read_directory(files.path)
+        self._prediction = _prediction_prefixes(self._tensors, arch.num_layers)
         self._handles: dict[Path, Any] = {}
 
     @property
@@ -81,7 +82,19 @@ class SafetensorsSource:
             raise _refusal(tensor.file, str(error)) from error
 
     def _is_ignored(self, name: str) -> bool:
-        return name.endswith(_IGNORED_SUFFIXES) or (self._tied and name == "lm_head.weight")
+        is_prediction = name.startswith(self._prediction)
+        return is_prediction or name.endswith(_IGNORED_SUFFIXES) or (self._tied and name == "lm_head.weight")
+
+
+def _prediction_prefixes(tensors: Mapping[str, StoredTensor], num_layers: int) -> tuple[str, ...]:
+    """What the names of multi-token prediction modules begin with: a drafter reads them, the model does not.
+
+    Either `mtp.`, or layers behind the last one, which are recognised by the matrix that no decoder layer has.
+    """
+    layers: list[str] = []
+    while f"model.layers.{num_layers + len(layers)}.eh_proj.weight" in tensors:
+        layers.append(f"model.layers.{num_layers + len(layers)}.")
+    return ("mtp.", *layers)
 
 
 def read_directory(directory: Path) -> dict[str, StoredTensor]:
