@@ -1,20 +1,60 @@
-"""Runs an EAGLE head over rows: keys of what was committed, and passes that draft.
+"""Runs a head of pairs over rows: keys of what was committed, and passes that draft.
 
-Owns the head, its pages and their attention; never decides what is drafted. Called by `eagle_drafter`, `eagle_chain` and
-`eagle_tree`. n = rows, h = drafter's width. The root is the last committed token, at position `root`; the newest pair of
+Owns the head, its pages and their attention; never decides what is drafted. The head is an EAGLE head or an MTP module,
+which both read (feature, token behind it). Called by `eagle_drafter`, `eagle_chain` and `eagle_tree`. T = pairs, n = rows,
+h = drafter's width. The root is the last committed token, at position `root`; the newest pair of
 a row (feature of root - 1, root) sits at slot root - 1, and what is drafted behind it in the slots from `root` on.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
 from engine.kv.pool import KVPool
+from engine.model.arch import ArchConfig
+from engine.model.attention import PagedAttention
 from engine.model.grouped import GroupedAttention
 from engine.speculation.draft_step import DraftSpan, DraftStep
-from engine.speculation.eagle_head import EagleHead
 from engine.speculation.speculator import CommittedSpan, DraftRow
+
+Layout = TypeVar("Layout")
+
+
+class PairHead(Protocol):
+    """What reads pairs: `engine.speculation.eagle_head.EagleHead`, which says what the methods mean, or an MTP module."""
+
+    arch: ArchConfig
+
+    def features(self, taps: torch.Tensor) -> torch.Tensor: ...
+
+    def write_keys(
+        self,
+        attention: PagedAttention[Layout],
+        features: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None: ...
+
+    def forward(
+        self,
+        attention: PagedAttention[Layout],
+        layout: Layout,
+        features: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+    def fed_back(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def target_tokens(self, token_ids: torch.Tensor) -> torch.Tensor: ...
+
+    def target_logits(self, logits: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +75,7 @@ class EagleRow:
 
 
 class EaglePasses:
-    def __init__(self, head: EagleHead, pool: KVPool) -> None:
+    def __init__(self, head: PairHead, pool: KVPool) -> None:
         self.head = head
         self.pool = pool
         self._attention = GroupedAttention(pool, head.arch.num_heads)
