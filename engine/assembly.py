@@ -219,6 +219,7 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
                 feature_norm=config.eagle_feature_norm,
                 vocabulary_map=config.eagle_vocabulary_map,
             ),
+            mtp_zero_centred=config.mtp_zero_centred,
         ),
     )
     built = build_executor(files, settings, on_progress)

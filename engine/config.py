@@ -24,7 +24,8 @@ SUFFIX_OPTIONS = (
 )  # fmt: skip
 EAGLE_DRAFTERS = ("eagle", "eagle3")
 TREE_DRAFTERS = (*EAGLE_DRAFTERS, "medusa")
-MODEL_DRAFTERS = ("draft_model", *TREE_DRAFTERS)  # speculators that load weights of their own
+MODEL_DRAFTERS = ("draft_model", "mtp", *TREE_DRAFTERS)  # speculators that load weights of their own
+MTP_OPTIONS = ("mtp_zero_centred",)
 DRAFTER_OPTIONS = ("draft_model", "draft_sampling")  # what only they read
 TREE_OPTIONS = ("tree_top_k", "tree_depth")
 EAGLE_OPTIONS = (
@@ -145,6 +146,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     eagle_vocabulary_map: Annotated[
         Literal["offsets", "ids"] | None, Meta(description="eagle3: what the tensor d2t holds; default: offsets")
     ] = None
+    mtp_zero_centred: Annotated[
+        bool | None, Meta(description="mtp: its norms are stored as their distance from one; default: by the family")
+    ] = None
     executor: Annotated[Literal["model", "sim"], Meta(description="sim: a simulated engine without weights")] = "model"
     sim_step_ms: Annotated[float, Meta(ge=0, le=60_000, description="sim: duration of a step")] = 0.0
     sim_prefill_ms: Annotated[float, Meta(ge=0, le=60_000, description="sim: duration of 1000 prompt tokens")] = 0.0
@@ -229,11 +233,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._refuse_unread(given, DRAFTER_OPTIONS, MODEL_DRAFTERS)
         self._refuse_unread(given, TREE_OPTIONS, TREE_DRAFTERS)
         self._refuse_unread(given, EAGLE_OPTIONS, EAGLE_DRAFTERS)
+        self._refuse_unread(given, MTP_OPTIONS, ("mtp",))
         if self.executor == "sim":
             _refuse(given, LOOKUP_OPTIONS + SUFFIX_OPTIONS, "says nothing with --executor sim, which looks nothing up")
             _refuse(
                 given,
-                DRAFTER_OPTIONS + TREE_OPTIONS + EAGLE_OPTIONS,
+                DRAFTER_OPTIONS + TREE_OPTIONS + EAGLE_OPTIONS + MTP_OPTIONS,
                 "says nothing with --executor sim, which loads nothing",
             )
         if self.speculator == NONE:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.tiny import write_noisy_copy
 from tests.tiny_drafters import fitted_eagle, fitted_eagle3
 from tests.tiny_medusa import fitted_medusa
+from tests.tiny_mtp import fitted_mtp
 
 Writer = Callable[[Path, Path], object]  # (where to write, the target's Hugging Face directory)
 
@@ -22,6 +23,7 @@ _WRITERS: Mapping[str, Writer | None] = {
     "draft_model": write_noisy_copy,
     "eagle": fitted_eagle,
     "eagle3": fitted_eagle3,
+    "mtp": fitted_mtp,
     "medusa": fitted_medusa,
 }
 

@@ -52,6 +52,10 @@ _SETTINGS: Mapping[str, tuple[SpeculationSettings, ...]] = {
         SpeculationSettings(num_draft_tokens=3, draft_sampling="sampled"),
     ),
     "eagle": (SpeculationSettings(num_draft_tokens=6, tree_top_k=3, tree_depth=4),),
+    "mtp": (
+        SpeculationSettings(),
+        SpeculationSettings(num_draft_tokens=2, draft_sampling="sampled"),
+    ),
     "medusa": (
         SpeculationSettings(num_draft_tokens=3, draft_sampling="sampled"),
         SpeculationSettings(num_draft_tokens=12, tree_top_k=6),

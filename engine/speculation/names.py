@@ -14,6 +14,7 @@ SPECULATORS: tuple[str, ...] = (
     "draft_model",
     "eagle",
     "eagle3",
+    "mtp",
     "medusa",
 )  # a new drafter adds its name here and its recipe in the registry
 FIRST_OF = "first_of"

@@ -58,6 +58,7 @@ class SpeculationSettings:
     tree_top_k: int | None = None
     suffix: SuffixSettings = SuffixSettings()
     eagle: EagleOverrides = EagleOverrides()
+    mtp_zero_centred: bool | None = None  # an MTP module's norms are stored as their distance from one
 
 
 @dataclass(frozen=True)

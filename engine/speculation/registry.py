@@ -12,6 +12,7 @@ from engine.speculation.draft_model_recipe import DraftModelRecipe
 from engine.speculation.eagle_recipe import prepare_eagle, prepare_eagle3
 from engine.speculation.first_of_recipe import FirstOfRecipe
 from engine.speculation.medusa_recipe import MedusaRecipe
+from engine.speculation.mtp_recipe import MtpRecipe
 from engine.speculation.names import check_speculator, members_of
 from engine.speculation.ngram import DEFAULT_NUM_DRAFT_TOKENS, NgramSpeculator
 from engine.speculation.prediction import PredictionSpeculator
@@ -78,6 +79,7 @@ _RECIPES: Mapping[str, Callable[[SpeculationSettings, TargetFacts], Recipe]] = M
         "draft_model": DraftModelRecipe,
         "eagle": prepare_eagle,
         "eagle3": prepare_eagle3,
+        "mtp": MtpRecipe,
         "medusa": MedusaRecipe,
     }
 )

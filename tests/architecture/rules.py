@@ -68,8 +68,13 @@ ENGINE_LAYERS = {
     "engine.speculation.suffix_tree": 5.2,
     "engine.speculation.suffix_match": 5.3,
     "engine.speculation.suffix_cache": 5.3,
+    "engine.speculation.mtp_head": 5.2,
+    "engine.speculation.mtp_layout": 5.3,
+    "engine.speculation.mtp_modules": 5.4,
+    "engine.speculation.mtp_weights": 5.4,
     "engine.speculation.": 6,
     "engine.speculation.eagle_recipe": 6.05,
+    "engine.speculation.mtp_recipe": 6.05,
     "engine.speculation.registry": 6.1,
     # mechanism
     "engine.executor": 7,
