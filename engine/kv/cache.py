@@ -106,7 +106,9 @@ class KVCache:
 
     def _make_findable(self, sequence: Sequence) -> None:
         size = self.block_size
-        last = min(sequence.num_computed, len(sequence.token_ids) - self._lookahead)
+        # A drafter hears one token behind what is computed, however far the prompt goes on: its further keys are to come.
+        num_heard = min(sequence.num_computed + 1, len(sequence.token_ids))
+        last = min(sequence.num_computed, num_heard - self._lookahead)
         while (end := (sequence.prefix_num_blocks + 1) * size) <= last:
             block_id = sequence.block_ids[sequence.prefix_num_blocks]
             tokens = sequence.token_ids[end - size : end + self._lookahead]

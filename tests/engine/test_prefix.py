@@ -129,6 +129,18 @@ def test_a_drafter_that_looks_ahead_shares_only_blocks_whose_following_tokens_ar
     assert child.num_computed == 4
 
 
+def test_a_block_is_found_once_the_drafter_has_heard_as_far_as_it_looks_ahead() -> None:
+    """In the middle of a prompt the tokens behind a block are known, but the drafter's keys for its end are not there."""
+    cache = KVCache(16, 4, prefix_caching=True, lookahead=3)
+    first = sequence(list(range(1, 14)))
+    cache.admit(first, 0)
+    for num_computed, found in ((4, 0), (5, 0), (6, 4), (8, 4), (9, 4), (10, 8)):
+        compute(cache, first, num_computed)
+        second = sequence(list(range(1, 14)), 2)
+        assert cache.admit(second, 0) == found, num_computed
+        cache.free(second)
+
+
 def test_cache_is_not_read_when_prompt_logprobs_are_asked_or_caching_is_off() -> None:
     cache = KVCache(8, 4, prefix_caching=True)
     first = sequence([1, 2, 3, 4, 5])
