@@ -53,6 +53,11 @@ def test_options_of_a_drafter_are_taken_when_it_is_one_of_several():
         (("--speculator", "first_of:draft_model,eagle"), "draft_model and eagle need a --draft-model each"),
         (("--speculator", "first_of:ngram,none"), "--speculator first_of:ngram,none cannot ask 'none'"),
         (("--speculator", "none", "--lookup-min", "2"), "--lookup-min works only with --speculator ngram or"),
+        (
+            ("--speculator", "eagle", "--mtp-zero-centred", "true"),
+            "--mtp-zero-centred works only with --speculator mtp",
+        ),
+        (("--speculator", "mtp", "--tree-top-k", "2"), "--tree-top-k works only with --speculator eagle or"),
         (("--speculator", "none", "--lookup-max", "2"), "--lookup-max works only with --speculator ngram or"),
         (("--speculator", "none", "--num-draft-tokens", "2"), "--num-draft-tokens says nothing"),
         (("--draft-len-by-batch", "5"), "'5' is not BATCH_SIZE:DRAFT_TOKENS"),
