@@ -124,7 +124,10 @@ async def test_a_trickling_head_is_cut_off_however_lively_it_is():
     async with listening(request_read_timeout_s=0.3) as site:
         reader, writer = await site.connect()
         sending = asyncio.create_task(trickle(writer, b"GET /health HTTP/1.1\r\n" + b"X-A: b\r\n" * 1000))
-        assert await asyncio.wait_for(reader.read(), 5) == b""
+        with contextlib.suppress(
+            ConnectionResetError
+        ):  # what it still sends when the server has closed is answered by a reset
+            assert await asyncio.wait_for(reader.read(), 5) == b""
         await sending
 
 
@@ -134,7 +137,10 @@ async def test_a_body_that_does_not_come_is_cut_off_and_counted_as_abandoned(is_
         reader, writer = await site.connect()
         writer.write(BODY_HEAD)
         sending = asyncio.create_task(trickle(writer, b'{"prompt": "' + b"x" * (900 if is_lively else 0)))
-        assert await asyncio.wait_for(reader.read(), 5) == b""
+        with contextlib.suppress(
+            ConnectionResetError
+        ):  # what it still sends when the server has closed is answered by a reset
+            assert await asyncio.wait_for(reader.read(), 5) == b""
         await site.until(lambda: 'drafthouse:requests_abandoned_total{stage="body"} 1\n' in site.page())
         assert refused(site, "slow_body") + "1\n" in site.page()
         assert not site.engine.submitted
