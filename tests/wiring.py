@@ -41,7 +41,11 @@ def hello(**changes: object) -> Hello:
         capacity=CAPACITY, speculator="ngram", max_draft_len=3, sources=("ngram",), executor="sim", dtype="none",
         device="none", step_id=0, counters=encode_counters(totals()), load=IDLE, monotonic_ns=0, wall_ns=0,
     )  # fmt: skip
-    return msgspec.structs.replace(base, **changes)
+    changed = msgspec.structs.replace(base, **changes)
+    if "counters" in changes:
+        return changed
+    zero = encode_counters(Counters.zero(changed.max_draft_len, len(changed.sources)))
+    return msgspec.structs.replace(changed, counters=zero)
 
 
 def step(step_id: int, *outputs: SequenceOutput, epoch: int = EPOCH, counters: Counters | None = None) -> StepOutput:

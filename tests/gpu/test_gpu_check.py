@@ -74,6 +74,7 @@ def test_the_whole_report_runs_and_ends_in_an_exit_code(
     monkeypatch.setattr(gpu, "BENCH_ROWS", (1, 2))
     monkeypatch.setattr(gpu, "BENCH_TOKENS", 8)
     monkeypatch.setattr(gpu, "SCENARIOS", {"mixed": small, "cramped": small, "cached": small, "preempted": small})
+    monkeypatch.setattr(gpu, "registered_drafters", lambda: (NGRAM,))  # all of them: the scenarios above
     assert gpu.run("cpu", "a processor") == 0
     printed = capsys.readouterr().out
     # 2 of logits, 3 of copies, 4 + 2 scenarios in float32 and 3 + 2 in bfloat16
