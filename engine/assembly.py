@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.accounts import EngineIdentity
 from engine.config import EngineConfig
@@ -37,6 +38,9 @@ from protocol.model_files import (
     resolve,
 )
 from protocol.served_name import check_served_model_name
+
+if TYPE_CHECKING:  # torch is loaded only for a real executor
+    from engine.speculation.recipe import SpeculationSettings
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +187,6 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
     if config.profile_dir is not None:
         quiet_kineto()
     from engine.construction import ExecutorSettings, build_executor
-    from engine.speculation.recipe import EagleOverrides, SpeculationSettings, SuffixSettings
 
     settings = ExecutorSettings(
         dtype=config.dtype,
@@ -194,33 +197,7 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         speculator=config.speculator,
-        speculation=SpeculationSettings(
-            num_draft_tokens=config.num_draft_tokens,
-            lookup_min=config.lookup_min,
-            lookup_max=config.lookup_max,
-            draft_model=config.draft_model,
-            draft_sampling=config.draft_sampling,
-            tree_depth=config.tree_depth,
-            tree_top_k=config.tree_top_k,
-            suffix=SuffixSettings(
-                max_depth=config.suffix_max_depth,
-                max_cached_requests=config.suffix_max_cached_requests,
-                max_cached_tokens=config.suffix_max_cached_tokens,
-                factor=config.suffix_factor,
-                min_probability=config.suffix_min_probability,
-                mode=config.suffix_mode,
-                share=config.suffix_share,
-            ),
-            eagle=EagleOverrides(
-                taps=config.eagle_taps,
-                final_norm=config.eagle_final_norm,
-                norm_before_residual=config.eagle_norm_before_residual,
-                norm_output=config.eagle_norm_output,
-                feature_norm=config.eagle_feature_norm,
-                vocabulary_map=config.eagle_vocabulary_map,
-            ),
-            mtp_zero_centred=config.mtp_zero_centred,
-        ),
+        speculation=_speculation(config),
     )
     built = build_executor(files, settings, on_progress)
     logger.info(
@@ -239,6 +216,38 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
         dtype=str(built.dtype).removeprefix("torch."),
         device=str(built.device),
         profiles=_profiles(config, built.executor, on_cuda=built.device.type == "cuda"),
+    )
+
+
+def _speculation(config: EngineConfig) -> "SpeculationSettings":
+    from engine.speculation.recipe import EagleOverrides, SpeculationSettings, SuffixSettings
+
+    return SpeculationSettings(
+        num_draft_tokens=config.num_draft_tokens,
+        lookup_min=config.lookup_min,
+        lookup_max=config.lookup_max,
+        draft_model=config.draft_model,
+        draft_sampling=config.draft_sampling,
+        tree_depth=config.tree_depth,
+        tree_top_k=config.tree_top_k,
+        suffix=SuffixSettings(
+            max_depth=config.suffix_max_depth,
+            max_cached_requests=config.suffix_max_cached_requests,
+            max_cached_tokens=config.suffix_max_cached_tokens,
+            factor=config.suffix_factor,
+            min_probability=config.suffix_min_probability,
+            mode=config.suffix_mode,
+            share=config.suffix_share,
+        ),
+        eagle=EagleOverrides(
+            taps=config.eagle_taps,
+            final_norm=config.eagle_final_norm,
+            norm_before_residual=config.eagle_norm_before_residual,
+            norm_output=config.eagle_norm_output,
+            feature_norm=config.eagle_feature_norm,
+            vocabulary_map=config.eagle_vocabulary_map,
+        ),
+        mtp_zero_centred=config.mtp_zero_centred,
     )
 
 
