@@ -247,7 +247,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def _refuse_unread(self, given: frozenset[str], options: tuple[str, ...], readers: tuple[str, ...]) -> None:
         """Refuse options of drafters that the speculator does not ask."""
         if not set(readers).intersection(members_of(self.speculator)):
-            _refuse(given, options, f"works only with --speculator {' or '.join(readers)}")
+            _refuse(given, options, f"works only with --speculator {' or '.join(readers)}, not with {self.speculator}")
 
     @property
     def sim_draft_len(self) -> int:

@@ -12,8 +12,8 @@ import torch
 from engine.kv.pool import KVPool, KVShape
 from engine.model.arch import ArchConfig, read_arch
 from engine.model.weights import expected_shapes, load_model
-from engine.speculation.choice import DraftSampling
 from engine.speculation.draft_model import DraftModelSpeculator
+from engine.speculation.draft_options import read_draft_options
 from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts
 from engine.speculation.speculator import Capabilities, Speculator
 from engine.speculation.vocabulary import TokenMap, share_vocabulary
@@ -29,6 +29,7 @@ class DraftModelRecipe(Recipe):
     """Raises ValueError naming the option that cannot work, `ModelFilesError` for files that cannot be used."""
 
     def __init__(self, settings: SpeculationSettings, facts: TargetFacts) -> None:
+        options = read_draft_options(settings, SOURCE, has_trees=False)
         if settings.draft_model is None:
             raise ValueError(
                 "--speculator draft_model needs --draft-model: a smaller model with the target's tokenizer"
@@ -44,7 +45,7 @@ class DraftModelRecipe(Recipe):
         self.capabilities = Capabilities(
             max_draft_len=settings.num_draft_tokens or DEFAULT_NUM_DRAFT_TOKENS,
             sources=(SOURCE,),
-            gives_probs=_is_sampled(settings),
+            gives_probs=options.is_sampled,
         )
         self.kv_shape = KVShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, facts.block_size, facts.dtype)
         self.weight_bytes = 0 if self._is_target else _weight_bytes(arch, facts.dtype)
@@ -69,13 +70,6 @@ class DraftModelRecipe(Recipe):
                 "the draft model was made for shorter texts: what is longer runs without drafts context=%d max_model_len=%d",
                 arch.context_length, facts.max_model_len,
             )  # fmt: skip
-
-
-def _is_sampled(settings: SpeculationSettings) -> bool:
-    asked = settings.draft_sampling
-    if asked is not None and asked not in tuple(DraftSampling):
-        raise ValueError(f"--draft-sampling must be one of {', '.join(DraftSampling)}, got {asked!r:.40}")
-    return asked == DraftSampling.SAMPLED
 
 
 def _weight_bytes(arch: ArchConfig, dtype: torch.dtype) -> int:

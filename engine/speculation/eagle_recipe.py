@@ -13,7 +13,7 @@ import torch
 
 from engine.kv.pool import KVPool, KVShape
 from engine.model.arch import ArchConfig, arch_of_config
-from engine.speculation.choice import DraftSampling
+from engine.speculation.draft_options import read_draft_options
 from engine.speculation.drafter_tensors import DrafterTensors
 from engine.speculation.eagle_drafter import EaglePlan, EagleSpeculator
 from engine.speculation.eagle_head import EagleHead, HeadConventions
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_CHAIN_TOKENS = 4
 DEFAULT_TREE_NODES = 16
 DEFAULT_TREE_DEPTH = 5
-MAX_TREE_DEPTH = 16
-MAX_TREE_TOP_K = 32
 _LAYER = "layers.0."
 _MAPS = frozenset({"d2t", "t2d"})
 
@@ -58,8 +56,8 @@ class _EagleRecipe(Recipe):
 
     def __init__(self, settings: SpeculationSettings, facts: TargetFacts, name: str, generation: int) -> None:
         self._name = name
-        tree = _tree_shape(settings)
-        is_sampled = _is_sampled(settings, tree)
+        options = read_draft_options(settings, name, has_trees=True)
+        tree = None if options.tree is None else TreeShape(options.tree.top_k, options.tree.depth or DEFAULT_TREE_DEPTH)
         self._tensors, config, layer_config = _open(settings, name)
         shape = _shape(self._tensors, config, layer_config, settings, facts)
         if shape.facts.layout.generation != generation:
@@ -72,7 +70,7 @@ class _EagleRecipe(Recipe):
         taps = tuple(dict.fromkeys(shape.facts.taps))  # the target gives each once
         self._plan = EaglePlan(
             tree=tree,
-            is_sampled=is_sampled,
+            is_sampled=options.is_sampled,
             context_length=min(shape.arch.context_length, facts.max_model_len),
             tap_order=tuple(taps.index(tap) for tap in shape.facts.taps),
         )
@@ -80,12 +78,14 @@ class _EagleRecipe(Recipe):
             max_draft_len=settings.num_draft_tokens or _default_length(config, tree),
             sources=(name,),
             tree=tree is not None,
-            gives_probs=is_sampled,
+            gives_probs=options.is_sampled,
             taps=taps,
             lookahead=1,
         )
         self.kv_shape = KVShape(1, shape.arch.num_kv_heads, shape.arch.head_dim, facts.block_size, facts.dtype)
         self.weight_bytes = sum(prod(size) * _item_bytes(size, facts.dtype) for size in expected.values())
+        if shape.has_map and not shape.has_head:  # the target's rows, copied
+            self.weight_bytes += shape.draft_vocab_size * shape.arch.hidden_size * facts.dtype.itemsize
         self._log(facts)
 
     def build(self, target: Target, on_progress: Progress | None = None) -> Speculator:
@@ -204,12 +204,10 @@ def _check_shared(tensors: DrafterTensors, shape: EagleShape, settings: Speculat
             raise tensors.refusal(
                 f"the tensor {name} is missing, and the target's is {target_width} wide where {width} is needed"
             )
-    if shape.draft_vocab_size < shape.arch.vocab_size:
-        for name, is_there in ((HEAD, shape.has_head), ("d2t", shape.has_map)):
-            if not is_there:
-                raise tensors.refusal(
-                    f"the tensor {name} is missing: it drafts {shape.draft_vocab_size} of {shape.arch.vocab_size} tokens"
-                )
+    if shape.draft_vocab_size < shape.arch.vocab_size and not shape.has_map:
+        raise tensors.refusal(
+            f"the tensor d2t is missing: it drafts {shape.draft_vocab_size} of {shape.arch.vocab_size} tokens"
+        )
     if settings.eagle.vocabulary_map is not None and not shape.has_map:
         raise ValueError(f"--eagle-vocabulary-map says nothing: {tensors.directory} has no tensor d2t")
     stored = tensors.shape("fc.weight")
@@ -220,28 +218,6 @@ def _check_shared(tensors: DrafterTensors, shape: EagleShape, settings: Speculat
                 f"{tensors.directory}: fc.weight reads {stored[1]} numbers, which is not {len(taps)} hidden states "
                 f"({', '.join(map(str, taps))}) of {target_width}: another target, or --eagle-taps must say which to read"
             )
-
-
-def _tree_shape(settings: SpeculationSettings) -> TreeShape | None:
-    top_k, depth = settings.tree_top_k or 0, settings.tree_depth
-    if not 0 <= top_k <= MAX_TREE_TOP_K:
-        raise ValueError(f"--tree-top-k must be between 0 and {MAX_TREE_TOP_K}, got {top_k}")
-    if top_k == 0:
-        if depth is not None:
-            raise ValueError("--tree-depth says nothing without --tree-top-k: a chain is as deep as it is long")
-        return None
-    if depth is not None and not 1 <= depth <= MAX_TREE_DEPTH:
-        raise ValueError(f"--tree-depth must be between 1 and {MAX_TREE_DEPTH}, got {depth}")
-    return TreeShape(top_k, depth or DEFAULT_TREE_DEPTH)
-
-
-def _is_sampled(settings: SpeculationSettings, tree: TreeShape | None) -> bool:
-    asked = settings.draft_sampling
-    if asked is not None and asked not in tuple(DraftSampling):
-        raise ValueError(f"--draft-sampling must be one of {', '.join(DraftSampling)}, got {asked!r:.40}")
-    if asked == DraftSampling.SAMPLED and tree is not None:
-        raise ValueError("--draft-sampling sampled cannot be had with --tree-top-k: a tree holds the likeliest tokens")
-    return asked == DraftSampling.SAMPLED
 
 
 def _default_length(config: Mapping[str, object], tree: TreeShape | None) -> int:

@@ -8,7 +8,7 @@ import logging
 
 import torch
 
-from engine.speculation.choice import DraftSampling
+from engine.speculation.draft_options import TreeOptions, read_draft_options
 from engine.speculation.drafter_tensors import DrafterTensors
 from engine.speculation.first_token_watch import FirstTokenWatch
 from engine.speculation.medusa import MedusaSpeculator
@@ -23,15 +23,13 @@ logger = logging.getLogger(__name__)
 
 SOURCE = "medusa"
 DEFAULT_TREE_NODES = 16
-MAX_TREE_TOP_K = 32
 
 
 class MedusaRecipe(Recipe):
     """Raises as `engine.speculation.registry.prepare` does."""
 
     def __init__(self, settings: SpeculationSettings, facts: TargetFacts) -> None:
-        top_k = _top_k(settings)
-        is_sampled = _is_sampled(settings, top_k)
+        options = read_draft_options(settings, SOURCE, has_trees=True)
         if settings.draft_model is None:
             raise ValueError(
                 "--speculator medusa needs --draft-model: the directory of the heads' config.json and weights"
@@ -41,7 +39,7 @@ class MedusaRecipe(Recipe):
             raise ModelFilesError(f"{files.path}: Medusa heads are a Hugging Face directory, not a GGUF file")
         self._tensors = DrafterTensors(files.path)
         self._shape = read_shape(files.config, self._tensors, facts.arch.hidden_size, facts.vocab_size)
-        self._tree = None if top_k == 0 else _tree(settings, top_k, self._shape)
+        self._tree = None if options.tree is None else _tree(settings, options.tree, self._shape)
         max_draft_len = _chain_len(settings, self._shape) if self._tree is None else len(self._tree)
         self._num_heads = max_draft_len if self._tree is None else 1 + max(self._tree.heads)
         self._base_model = files.config.get("base_model_name_or_path")
@@ -49,7 +47,7 @@ class MedusaRecipe(Recipe):
             max_draft_len=max_draft_len,
             sources=(SOURCE,),
             tree=self._tree is not None,
-            gives_probs=is_sampled,
+            gives_probs=options.is_sampled,
             taps=(facts.arch.num_layers,),
         )
         self.weight_bytes = num_weight_bytes(self._shape, self._num_heads, facts.dtype)
@@ -69,25 +67,6 @@ class MedusaRecipe(Recipe):
         )  # fmt: skip
 
 
-def _top_k(settings: SpeculationSettings) -> int:
-    """Children of a node; 0: a chain."""
-    top_k = settings.tree_top_k or 0
-    if not 0 <= top_k <= MAX_TREE_TOP_K:
-        raise ValueError(f"--tree-top-k must be between 0 and {MAX_TREE_TOP_K}, got {top_k}")
-    if top_k == 0 and settings.tree_depth is not None:
-        raise ValueError("--tree-depth says nothing without --tree-top-k: a chain is as deep as it is long")
-    return top_k
-
-
-def _is_sampled(settings: SpeculationSettings, top_k: int) -> bool:
-    asked = settings.draft_sampling
-    if asked is not None and asked not in tuple(DraftSampling):
-        raise ValueError(f"--draft-sampling must be one of {', '.join(DraftSampling)}, got {asked!r:.40}")
-    if asked == DraftSampling.SAMPLED and top_k:
-        raise ValueError("--draft-sampling sampled cannot be had with --tree-top-k: a tree holds the likeliest tokens")
-    return asked == DraftSampling.SAMPLED
-
-
 def _chain_len(settings: SpeculationSettings, shape: MedusaShape) -> int:
     asked = settings.num_draft_tokens
     if asked is not None and asked > shape.num_heads:
@@ -98,15 +77,15 @@ def _chain_len(settings: SpeculationSettings, shape: MedusaShape) -> int:
     return asked or shape.num_heads
 
 
-def _tree(settings: SpeculationSettings, top_k: int, shape: MedusaShape) -> FixedTree:
-    depth = settings.tree_depth
-    if depth is not None and not 1 <= depth <= shape.num_heads:
+def _tree(settings: SpeculationSettings, asked: TreeOptions, shape: MedusaShape) -> FixedTree:
+    depth = asked.depth or shape.num_heads
+    if depth > shape.num_heads:
         raise ValueError(f"--tree-depth must be between 1 and {shape.num_heads}, one level per head, got {depth}")
-    num_choices = min(top_k, shape.draft_vocab_size)
-    tree = best_tree(settings.num_draft_tokens or DEFAULT_TREE_NODES, depth or shape.num_heads, num_choices)
+    num_choices = min(asked.top_k, shape.draft_vocab_size)
+    tree = best_tree(settings.num_draft_tokens or DEFAULT_TREE_NODES, depth, num_choices)
     if settings.num_draft_tokens is not None and len(tree) < settings.num_draft_tokens:
         raise ValueError(
-            f"--num-draft-tokens {settings.num_draft_tokens}: a tree of {depth or shape.num_heads} levels with "
+            f"--num-draft-tokens {settings.num_draft_tokens}: a tree of {depth} levels with "
             f"{num_choices} children per node has {len(tree)}"
         )
     return tree

@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from engine.kv.pool import KVPool, KVShape
-from engine.speculation.choice import DraftSampling
+from engine.speculation.draft_options import read_draft_options
 from engine.speculation.drafter_tensors import DrafterTensors
 from engine.speculation.eagle_drafter import EaglePlan, EagleSpeculator
 from engine.speculation.eagle_passes import EaglePasses
@@ -33,7 +33,7 @@ class MtpRecipe(Recipe):
     """Raises as `engine.speculation.registry.prepare` does."""
 
     def __init__(self, settings: SpeculationSettings, facts: TargetFacts) -> None:
-        is_sampled = _is_sampled(settings)
+        options = read_draft_options(settings, NAME, has_trees=False)
         files = _files(settings, facts)
         self._tensors = DrafterTensors(files.path)
         self._facts = recognise(files.config, self._tensors, settings.mtp_zero_centred)
@@ -44,7 +44,7 @@ class MtpRecipe(Recipe):
         self.capabilities = Capabilities(
             max_draft_len=_draft_length(settings, num_modules),
             sources=(NAME,),
-            gives_probs=is_sampled,
+            gives_probs=options.is_sampled,
             taps=(facts.arch.num_layers,),
             lookahead=num_modules,
         )
@@ -115,12 +115,3 @@ def _draft_length(settings: SpeculationSettings, num_modules: int) -> int:
     if asked is not None and asked > num_modules:
         raise ValueError(f"--num-draft-tokens {asked}: each of the {num_modules} MTP modules drafts one token")
     return asked or num_modules
-
-
-def _is_sampled(settings: SpeculationSettings) -> bool:
-    asked = settings.draft_sampling
-    if asked is not None and asked not in tuple(DraftSampling):
-        raise ValueError(f"--draft-sampling must be one of {', '.join(DraftSampling)}, got {asked!r:.40}")
-    if settings.tree_top_k or settings.tree_depth is not None:
-        raise ValueError("--tree-top-k and --tree-depth: MTP modules draft chains, not trees")
-    return asked == DraftSampling.SAMPLED

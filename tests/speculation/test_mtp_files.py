@@ -187,7 +187,7 @@ def test_a_config_that_cannot_be_right_is_refused(
     [
         ({"num_draft_tokens": 4}, "--num-draft-tokens 4: each of the 3 MTP modules drafts one token"),
         ({"draft_sampling": "hot"}, "--draft-sampling must be one of greedy, sampled, got 'hot'"),
-        ({"tree_top_k": 4}, "MTP modules draft chains, not trees"),
+        ({"tree_top_k": 4}, "--tree-top-k says nothing with --speculator mtp, which drafts chains"),
     ],
 )
 def test_options_that_cannot_work_are_named(
