@@ -1,5 +1,5 @@
 # The commands of this repository. `make serve` and `make test` need only Python 3.11+, git and make.
-.PHONY: serve test install check cases bench bench-drafters oracles report soak compose-test images gpu clean
+.PHONY: serve test install check cases bench bench-drafters train-drafter oracles report soak compose-test images gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -10,6 +10,7 @@ help:
 	@echo "make cases     the long forms of the failure cases"
 	@echo "make bench     print tokens per second, time to first token and step overhead"
 	@echo "make bench-drafters  acceptance and tokens per second of every drafter, for each kind of prompt"
+	@echo "make train-drafter  train a drafter for the model (ARGS=\"eagle3 OUT\")"
 	@echo "make oracles   the drafters against implementations nobody here wrote (installs 3 GB into .venv-oracles)"
 	@echo "make report    serve, trace one request and draw its rounds into report/"
 	@echo "make soak      a fleet under load and harm for 10 minutes (ARGS=\"--minutes 3\"), and a report"
@@ -44,6 +45,9 @@ bench: .venv-test
 
 bench-drafters: .venv-test
 	.venv/bin/python -m tests.bench.drafters $(ARGS)
+
+train-drafter: install
+	@.venv/bin/python -m tools.train_drafter $(ARGS)
 
 oracles:
 	@tests/oracles/create_environment.sh

@@ -202,7 +202,8 @@ def _norm_sizes(hidden: int, published: Published) -> dict[str, int]:
 
 def dense_head(model: DecoderModel, weights: Mapping[str, torch.Tensor], published: Published) -> DenseEagle:
     """The float64 reference over these weights, with what the target lends."""
-    shared = {"embed_tokens.weight": model.weights.embedding, "lm_head.weight": model.weights.output}
+    lent = model.weights.output[draft_token_ids(model, weights)]
+    shared = {"embed_tokens.weight": model.weights.embedding, "lm_head.weight": lent}
     return DenseEagle({**shared, **weights}, published.head_shape)
 
 

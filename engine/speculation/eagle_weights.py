@@ -112,6 +112,7 @@ def load_weights(tensors: DrafterTensors, shape: EagleShape, target: DecoderMode
         down_bias=read.matrix(f"{_LAYER}mlp.down_proj.bias") if shape.arch.ffn_bias else None,
     )
     is_third = shape.facts.layout.generation == 3
+    target_ids = read_map(tensors, shape, target.device)
     return EagleWeights(
         embedding=read.shared(EMBEDDING, target.weights.embedding) if shape.has_embedding else target.weights.embedding,
         fc=read.matrix("fc.weight"),
@@ -121,10 +122,16 @@ def load_weights(tensors: DrafterTensors, shape: EagleShape, target: DecoderMode
         layer=layer,
         hidden_norm=read.norm(f"{_LAYER}hidden_norm") if is_third else None,
         output_norm=read.norm("norm") if is_third else None,
-        output=read.shared(HEAD, target.weights.output) if shape.has_head else target.weights.output,
-        target_ids=read_map(tensors, shape, target.device),
+        output=read.shared(HEAD, target.weights.output) if shape.has_head else _lent_head(target, target_ids),
+        target_ids=target_ids,
         inverse_frequencies=inverse_frequencies(shape.arch.rope, shape.arch.head_dim).to(target.device),
     )
+
+
+def _lent_head(target: DecoderModel, target_ids: torch.Tensor | None) -> torch.Tensor:
+    """[D, h]: the target's rows of the tokens the drafter knows. A copy where it knows fewer: rows next to each other."""
+    output = target.weights.output
+    return output if target_ids is None else output.index_select(0, target_ids)
 
 
 class _Reader:

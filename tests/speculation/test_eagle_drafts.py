@@ -25,6 +25,7 @@ VARIANTS = {
     "safeailab-3.1": Published("safeailab", taps=(2, 0, 2), feature_norm="each", norm_output=True),
     "deepspec": Published("deepspec", taps=(1, 2), qk_norm=True, has_embedding=True),
     "speculators": Published("speculators", taps=(0, 1, 2), draft_vocab_size=64, norm_before_residual=True),
+    "lent-head": Published("safeailab", taps=(1, 2), draft_vocab_size=100, has_head=False),
     "speculators-joint": Published("speculators", taps=(0, 2), feature_norm="joint", has_head=False, pickled=True),
 }
 every_variant = pytest.mark.parametrize("name", VARIANTS)

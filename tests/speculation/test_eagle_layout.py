@@ -177,7 +177,6 @@ def _other_marks(weights: dict[str, torch.Tensor]) -> None:
     [
         (lambda w: w.pop("fc.weight"), "fc.weight is missing"),
         (lambda w: w.pop("norm.weight"), "norm.weight is missing"),
-        (lambda w: w.pop("lm_head.weight"), "lm_head.weight is missing: it drafts 100 of 320"),
         (lambda w: (w.pop("d2t"), w.pop("t2d")), "d2t is missing: it drafts 100 of 320"),
         (lambda w: w.update({"midlayer.extra": torch.ones(2)}), "midlayer.extra is not part of an eagle3 drafter"),
         (lambda w: w.update({"norm.weight": torch.ones(3)}), r"norm.weight has shape \(3,\)"),

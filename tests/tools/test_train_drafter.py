@@ -1,0 +1,146 @@
+"""What is trained is what drafts, and training teaches something: the trainer over a tiny model."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.speculation.recipe import SpeculationSettings, Target, TargetFacts
+from engine.speculation.registry import prepare
+from engine.speculation.speculator import CommittedSpan, DraftRow, SequenceStart
+from protocol.model_files import read_eos_token_ids, resolve
+from protocol.sampling import SamplingParams
+from tests.bench.__main__ import PROMPTS
+from tests.tiny import write_tiny_model
+from tests.tiny_drafters import taps_of, target_model
+from tools import train_drafter
+from tools.drafter_training.answers import Answer, AnswerWriter, WritingLimits, load_answers, save_answers
+from tools.drafter_training.prompts import training_prompts
+from tools.drafter_training.training import batches
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 32
+DRAFT_TOKENS = 3
+SAMPLED = SamplingParams(max_tokens=100, temperature=1.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "m", num_layers=8)
+
+
+def options(drafter: str, out: Path, target: Path, *more: str) -> list[str]:
+    return ["train_drafter", drafter, str(out), "--model", str(target), "--vocabulary", "200", *more]
+
+
+@pytest.mark.parametrize("drafter", train_drafter.DRAFTERS)
+def test_the_distributions_that_were_trained_are_those_that_draft(
+    drafter: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.argv", options(drafter, tmp_path / "d", target))
+    model = target_model(target)
+    generator = torch.Generator().manual_seed(4)
+    vocabulary = torch.randperm(320, generator=generator)[:200].sort().values
+    parsed = train_drafter.read_options()
+    taps = (2, 4, 5, 8)
+    trainable = train_drafter.make(parsed, model, taps[:3], vocabulary)
+    with torch.no_grad():
+        for parameter in trainable.module.parameters():
+            noisy = parameter + 0.05 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noisy.to(torch.bfloat16).float())  # as it is written
+    trainable.write(parsed.out)
+    history = torch.randint(3, 320, (14,), generator=generator).tolist()
+    drafted, probs = _draft(drafter, target, parsed.out, history)
+    text = [*history, *drafted, 5]  # a last token that no step reads
+    states = taps_of(model, torch.tensor([text]), taps)[0][:-1]
+    (batch,) = batches([Answer(torch.tensor(text), len(history) - 1, states)], 100, random.Random(0))
+    root = torch.zeros_like(batch.counts)
+    root[0, len(history) - 2] = True  # the pair whose token is the root
+    with torch.no_grad():
+        trained = [prediction.logits(root)[0].softmax(dim=-1) for prediction in trainable.predict(batch)]
+    assert len(trained) == DRAFT_TOKENS
+    for step, distribution in enumerate(trained):
+        drawn_from = probs[step][vocabulary]
+        if drafter == "mtp":  # it drafts from the target's whole vocabulary, and is trained on a part of it
+            drawn_from = drawn_from / drawn_from.sum()
+        torch.testing.assert_close(drawn_from, distribution, rtol=1e-3, atol=1e-6)
+
+
+def _draft(drafter: str, target: Path, files: Path, history: list[int]) -> tuple[list[int], torch.Tensor]:
+    """Tokens drawn behind `history` by the engine's own drafter, and what they were drawn from [W, V]."""
+    model = target_model(target)
+    settings = SpeculationSettings(num_draft_tokens=DRAFT_TOKENS, draft_model=str(files), draft_sampling="sampled")
+    facts = TargetFacts(model.arch, torch.float32, torch.device("cpu"), BLOCK_SIZE, 512, resolve(str(target)))
+    speculator = prepare(drafter, settings, facts).build(Target(model, NUM_BLOCKS, BLOCK_SIZE))
+    block_ids = tuple(range(8))
+    with torch.inference_mode():
+        taps = taps_of(model, torch.tensor([history]), speculator.capabilities.taps)[0]
+        speculator.begin(SequenceStart(0, tuple(history), len(history)))
+        speculator.observe([CommittedSpan(0, 0, history[:-1], history[-1], block_ids, taps[:-1])])
+        draft = speculator.propose([DraftRow(0, tuple(history), DRAFT_TOKENS, 1, SAMPLED, 3, block_ids)])
+    assert draft.probs is not None and draft.lengths.tolist() == [DRAFT_TOKENS]
+    return draft.tokens[0].tolist(), draft.probs[0]
+
+
+def test_the_text_is_the_target_s_own_and_the_states_are_those_of_a_run_in_one_piece(target: Path, tmp_path: Path):
+    model = target_model(target)
+    prompts = [[5, 6, 7 + number, 40] for number in range(7)]
+    limits = WritingLimits(answer_tokens=9, total_tokens=40, max_prompt_tokens=8, rows=3)
+    writer = AnswerWriter(model, read_eos_token_ids(resolve(str(target))), (2, 8), limits, seed=0)
+    reported: list[int] = []
+    answers = list(writer.write(prompts, lambda done, total: reported.append(done)))
+    assert sum(len(answer.token_ids) - answer.num_prompt_tokens for answer in answers) >= 40 and reported[-1] == 40
+    save_answers(tmp_path / "answers.safetensors", answers)
+    greedy_right = []
+    for answer in load_answers(tmp_path / "answers.safetensors"):
+        tokens = answer.token_ids[None, :-1]
+        states = taps_of(model, tokens, (2, 8))[0]
+        torch.testing.assert_close(answer.states.float(), states, rtol=1e-2, atol=1e-2)  # kept in bfloat16
+        choices = model.logits(states[answer.num_prompt_tokens - 1 :, 1]).argmax(dim=1)
+        greedy_right.append(torch.equal(choices, answer.token_ids[answer.num_prompt_tokens :]))
+    assert 0 < sum(greedy_right) < len(answers)  # half are greedy, the others are drawn
+
+
+def test_training_prompts_are_many_mixed_and_none_of_the_benchmark_s():
+    prompts = training_prompts(400)
+    assert training_prompts(400) == prompts != training_prompts(400, seed=1)
+    assert len(set(prompts)) > 350
+    assert not {prompt["prompt"] for prompt in PROMPTS}.intersection(training_prompts(5000))
+
+
+@pytest.mark.parametrize("drafter", train_drafter.DRAFTERS)
+def test_the_command_writes_a_drafter_that_learned(
+    drafter: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    losses: list[float] = []
+    run = train_drafter.Trainer.run
+
+    def watched(*args, **kwargs):
+        for report in run(*args, **kwargs):
+            losses.append(report.loss)
+            yield report
+
+    monkeypatch.setattr(train_drafter.Trainer, "run", watched)
+    more = f"--answer-tokens 600 --steps 60 --batch-tokens 200 --answers {tmp_path}/a.safetensors".split()
+    monkeypatch.setattr("sys.argv", options(drafter, tmp_path / "d", target, *more))
+    train_drafter.main()
+    assert "--speculator " + drafter in capsys.readouterr().out
+    assert sum(losses[-15:]) < 0.96 * sum(losses[:15])  # the tiny target's text has little to learn
+    assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "d" / "model.safetensors").values())
+
+
+def test_a_target_that_cannot_be_trained_for_is_refused_by_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    target = write_tiny_model(tmp_path / "m", "qwen3")
+    monkeypatch.setattr("sys.argv", options("eagle3", tmp_path / "d", target))
+    with pytest.raises(SystemExit, match="norms its queries"):
+        train_drafter.main()

@@ -1,0 +1,161 @@
+"""The loop: batches of the target's own text, the loss against the target's own distribution, one pass of the optimizer.
+
+Owns what is learned from and how; knows the drafters only as functions from a batch to predictions. Called by
+`tools.train_drafter`. The loss of a predicted token is its cross entropy against the target's distribution over the
+drafter's vocabulary (EAGLE-3, arXiv 2503.01840); predictions further ahead count less. B = texts of a batch, T = pairs
+of the longest (positions the target ran), N = predictions of one step that count, D = drafter's vocabulary.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
+from torch import nn
+
+from engine.model.decoder import DecoderModel
+from tools.drafter_training.answers import Answer
+
+STEP_WEIGHT = 0.8  # of each step ahead, against the one before
+WARM_UP = 0.05  # of all steps
+MUON_RATE, ADAM_RATE = 2e-3, 1e-3
+
+
+@dataclass(frozen=True)
+class Batch:
+    token_ids: torch.Tensor  # int64 [B, T + 1]
+    states: torch.Tensor  # float32 [B, T, taps, h]
+    counts: torch.Tensor  # bool [B, T]: rounds begin with the token behind this position, and it is no padding
+    lengths: torch.Tensor  # int64 [B], positions that the target ran
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one step says: for every begun chain the logits of the token `ahead` places behind its first position."""
+
+    ahead: int  # pair r predicts the token at position r + ahead
+    logits: Callable[[torch.Tensor], torch.Tensor]  # from a bool [B, T] with N true to float32 [N, D]
+
+
+Predict = Callable[[Batch], Iterable[Prediction]]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of one step."""
+
+    step: int
+    loss: float
+    agreement: tuple[float, ...]  # by step of the chain: how often the first choice is the target's, of what both know
+
+
+class Teacher:
+    """The target's distribution of the token behind any position, over the drafter's vocabulary."""
+
+    def __init__(self, target: DecoderModel, vocabulary: torch.Tensor) -> None:
+        """`vocabulary` int64 [D]: the target's token for each of the drafter's."""
+        self._norm, self._eps = target.weights.final_norm.clone(), target.arch.norm_eps
+        self._output = target.weights.output[vocabulary].clone()
+
+    @torch.no_grad()
+    def distribution(self, states: torch.Tensor) -> torch.Tensor:
+        """[N, h], the target's last hidden states, to [N, D]."""
+        normed = F.rms_norm(states, self._norm.shape, self._norm, self._eps)
+        return F.linear(normed, self._output).softmax(dim=-1)
+
+
+def batches(answers: Sequence[Answer], num_tokens: int, source: random.Random) -> Iterator[Batch]:
+    """Every answer once: about `num_tokens` in a batch, texts of similar length together, batches in random order."""
+    ordered = sorted(answers, key=lambda answer: (len(answer.states), source.random()))
+    groups: list[list[Answer]] = []
+    for answer in ordered:
+        if not groups or (len(groups[-1]) + 1) * len(answer.states) > num_tokens:
+            groups.append([])
+        groups[-1].append(answer)
+    source.shuffle(groups)
+    for group in groups:
+        yield _batch(group)
+
+
+def _batch(answers: Sequence[Answer]) -> Batch:
+    length = max(len(answer.states) for answer in answers)
+    states = torch.zeros(len(answers), length, *answers[0].states.shape[1:])
+    tokens, counts = torch.zeros(len(answers), length + 1, dtype=torch.int64), torch.zeros(len(answers), length)
+    for row, answer in enumerate(answers):
+        states[row, : len(answer.states)] = answer.states.float()
+        tokens[row, : len(answer.token_ids)] = answer.token_ids
+        counts[row, answer.num_prompt_tokens - 1 : len(answer.states)] = 1
+    lengths = torch.tensor([len(answer.states) for answer in answers])
+    return Batch(tokens, states, counts.bool(), lengths)
+
+
+class Trainer:
+    """Matrices learn by Muon, which needs few steps; norms, biases and vocabularies by AdamW."""
+
+    def __init__(self, model: nn.Module, predict: Predict, teacher: Teacher, num_steps: int) -> None:
+        self._predict, self._teacher, self._num_steps = predict, teacher, num_steps
+        hidden = [p for p in model.parameters() if p.ndim == 2 and max(p.shape) < 4096]
+        others = [p for p in model.parameters() if not (p.ndim == 2 and max(p.shape) < 4096)]
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(hidden, lr=MUON_RATE, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=ADAM_RATE, weight_decay=0.0, betas=(0.9, 0.98)),
+        ]
+        self._rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._parameters = [*hidden, *others]
+
+    def run(self, answers: Sequence[Answer], batch_tokens: int, seed: int, minutes: float) -> Iterator[Progress]:
+        """`num_steps` steps, fewer when the minutes are over: the rate of learning ends at nothing either way."""
+        source, step, began_s = random.Random(seed), 0, time.monotonic()
+        while True:
+            for batch in batches(answers, batch_tokens, source):
+                share = max(step / self._num_steps, (time.monotonic() - began_s) / (60 * minutes))
+                if share >= 1:
+                    return
+                judged = self._step(batch, share)
+                if judged is not None:
+                    step += 1
+                    yield Progress(step, *judged)
+
+    def _step(self, batch: Batch, share: float) -> tuple[float, tuple[float, ...]] | None:
+        """Loss and agreement; None for texts too short to predict anything of."""
+        factor = share / WARM_UP if share < WARM_UP else 0.5 * (1 + math.cos(math.pi * share))
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = rate * max(factor, 0.02)
+        wanted = self._teacher.distribution(batch.states[batch.counts][:, -1])
+        losses, agreement = [], []
+        for step, prediction in enumerate(self._predict(batch)):
+            judged = _judge(batch, prediction, wanted)
+            if judged is not None:
+                losses.append(STEP_WEIGHT**step * judged[0])
+            agreement.append(0.0 if judged is None else judged[1])
+        if not losses:
+            return None
+        total = torch.stack(losses).sum()
+        torch.autograd.backward(total)
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return float(total.detach()), tuple(agreement)
+
+
+def _judge(batch: Batch, prediction: Prediction, wanted: torch.Tensor) -> tuple[torch.Tensor, float] | None:
+    """Mean loss, and how often the first choice is the target's; None where no text goes on for so long.
+
+    `wanted` [sum of counts, D]: the target's distribution behind each counted position.
+    """
+    offset = prediction.ahead - 1  # from the pair to the state behind which the predicted token follows
+    positions = torch.arange(batch.states.shape[1])
+    chosen = batch.counts & (positions + offset < batch.lengths[:, None])
+    number = batch.counts.flatten().cumsum(0).view_as(batch.counts) - 1  # of each counted state, in `wanted`
+    if not bool(chosen.any()):
+        return None
+    rows, columns = chosen.nonzero(as_tuple=True)
+    taught = wanted[number[rows, columns + offset]]
+    logits = prediction.logits(chosen)
+    loss = -(taught * logits.log_softmax(dim=-1)).sum(-1).mean()
+    return loss, float((logits.detach().argmax(-1) == taught.argmax(-1)).float().mean())
