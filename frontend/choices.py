@@ -66,13 +66,6 @@ class Piece:
     stop_reason: int | str | None = None
     is_first: bool = True  # of its child
 
-    def append(self, later: "Piece") -> None:
-        """Join the piece that came after this one."""
-        self.text += later.text
-        self.token_ids += later.token_ids
-        self.entries += later.entries
-        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
-
 
 class _State(Enum):
     OPEN = auto()
@@ -89,6 +82,7 @@ class Choice:
         self.prompt: PromptReport | None = None
         self.failure: Finish | None = None
         self.finish_reason = "abort"  # until it has ended by itself
+        self.is_seen = False  # a piece of it was taken
         # Of its rounds; None where nobody wants them or they cannot be complete.
         self.statistics = None if settings.statistics is None else settings.statistics.begin()
         self.prediction = PredictionUse() if settings.has_prediction else None  # None as for the statistics
@@ -112,6 +106,11 @@ class Choice:
     @property
     def is_closing(self) -> bool:
         return self._state is _State.CLOSING
+
+    @property
+    def is_complete(self) -> bool:
+        """It ended by itself: its answer stands, whatever becomes of its engine."""
+        return self.is_closed and self.failure is None
 
     def push(self, output: SequenceOutput, sources: Sequence[str] = ()) -> CloseOrder | None:
         """Take one step of this child; return what to tell the engine, if anything. `sources` names the engine's drafts."""
@@ -151,6 +150,7 @@ class Choice:
         if not pending.text and pending.finish_reason is None:
             return None  # tokens whose text is held back ride on the next piece
         self._pending = Piece(is_first=False)
+        self.is_seen = True
         return pending
 
     def give_up_waiting(self) -> None:

@@ -168,12 +168,9 @@ def _answer(server: Server, request: web.Request, asked: GenerationRequest, gene
 
 
 async def _whole(answer: Answer) -> web.Response:
-    pieces = {choice.index: Piece() for choice in answer.generation.choices}
-    while moved := await _moved(answer.generation):
-        for choice in moved:
-            piece = choice.take()
-            if piece is not None:
-                pieces[choice.index].append(piece)
+    while await _moved(answer.generation):
+        pass  # nothing is taken until all of it is there: what nobody has seen can begin anew when its engine is lost
+    pieces = {choice.index: choice.take() or Piece() for choice in answer.generation.choices}
     options = answer.options
     if options.logprobs or options.prompt_logprobs:  # up to seconds of work, in which other streams would stand still
         body = await asyncio.to_thread(_encoded, answer, pieces)
@@ -236,15 +233,18 @@ def _chunks(answer: Answer, taken: list[tuple[Choice, Piece]]) -> list[Json]:
 
 
 async def _moved(generation: Generation) -> list[Choice]:
-    """As `Generation.changed`, but no later than the request's deadline, which ends all its children."""
+    """As `Generation.changed`, but no later than the request's deadline, which ends all its children.
+
+    Raises `EngineLost` as it does, unless the deadline has passed: then it was too late in any case.
+    """
     deadline = generation.job.deadline
     if deadline is None:
         return await generation.changed()
     try:
         async with deadline.enforced():
             return await generation.changed()
-    except ApiError as error:
-        if error.status not in _LATE or not deadline.has_passed:
+    except (ApiError, EngineLost) as error:
+        if not deadline.has_passed or (isinstance(error, ApiError) and error.status not in _LATE):
             raise
         generation.end("abort")
         raise deadline.error() from None

@@ -7,11 +7,14 @@ Never queues, never adds engines up in a metric. Built by `frontend.__main__`; `
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+
+import msgspec
 
 from frontend.deltas import LatestSnapshot, ObservedEngine
 from frontend.engine_addresses import Names, Resolve, is_name, resolve_by_system
@@ -29,6 +32,7 @@ from protocol.sampling import SamplingParams
 
 RESOLVE_INTERVAL_S = 5.0
 MAX_KNOWN_ENGINES = 64  # whose series are kept; then those that have been lost for longest go
+SEED_BITS = 63  # of a seed that an engine would draw itself
 STEPS_UNTIL_SEEN = 2  # the step that runs while a request arrives may end without it, the next one cannot
 
 logger = logging.getLogger(__name__)
@@ -275,6 +279,9 @@ class EnginePool:
     ) -> Stream | RetriedStream:
         """Send one request to the engine that suits it best. Raises `EngineLost` when none takes it."""
         deadline_ns = None if remaining_ns is None else time.monotonic_ns() + remaining_ns
+        if not self._is_alone and sampling.seed is None:
+            # A second attempt draws what the first drew: anew, it would favour short answers, which engines rarely lose.
+            sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(SEED_BITS))
         request = _Request(
             prompt_token_ids, sampling, n, awaits_close, sim, priority, trace, deadline_ns, prediction_token_ids, scope
         )
@@ -310,9 +317,7 @@ class EnginePool:
         if self._is_stopping:
             return None
         with contextlib.suppress(EngineLost):
-            stream = self._submit(request, avoided=lost_engine_id)
-            self._metrics.retried(lost_engine_id)
-            return stream
+            return self._submit(request, avoided=lost_engine_id)
         return None
 
     # ---- who is who ----

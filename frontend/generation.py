@@ -1,7 +1,7 @@
 """One HTTP request's work at the engine: its prompts, their children, and what is measured of them.
 
-Owns the submits, the closes and the per-request observations; every child is recorded exactly once, however it ends. Never
-formats an answer. Used by `frontend.completions` as `async with`.
+Owns the submits, the closes, whether a lost engine's work begins anew at another, and the per-request observations; every
+child is recorded exactly once, however it ends. Never formats an answer. Used by `frontend.completions` as `async with`.
 """
 
 import asyncio
@@ -18,11 +18,13 @@ from frontend.deadlines import Deadline
 from frontend.errors import ApiError, overloaded
 from frontend.metrics import FrontendMetrics
 from frontend.observations import FinishedChoice
+from frontend.prompt_run import OutputStream, Prompt, PromptRun, Times
 from frontend.request_trace import RequestTrace
 from frontend.spans import TraceLevel
+from frontend.streams import EngineLost
 from frontend.tokenizer import Tokenizer
 from protocol.messages import Finish, PromptReport, SequenceOutput, SimScript
-from protocol.reasons import CloseReason, FinishReason, RejectReason
+from protocol.reasons import FinishReason, RejectReason
 from protocol.sampling import SamplingParams
 
 # A close is answered by the engine's next step; the longest step is a prefill of a few seconds.
@@ -37,22 +39,6 @@ _REJECTION_LABELS = {
 }
 
 logger = logging.getLogger(__name__)
-
-
-class OutputStream(Protocol):
-    """What a submitted request gives back (`frontend.streams.Stream`, `frontend.retry.RetriedStream`)."""
-
-    @property
-    def engine_id(self) -> str: ...  # of the engine that runs it now
-
-    @property
-    def sources(self) -> Sequence[str]: ...  # names of its drafts
-
-    async def next(self) -> list[SequenceOutput]: ...
-
-    def close(self, index: int, reason: CloseReason, kept: int) -> None: ...
-
-    def abandon(self) -> None: ...
 
 
 class Submitter(Protocol):
@@ -72,15 +58,6 @@ class Submitter(Protocol):
         prediction_token_ids: Sequence[int],
         scope: str,
     ) -> OutputStream: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt, ready to run. `text` as the client wrote it, None when it sent token ids."""
-
-    token_ids: tuple[int, ...]
-    text: str | None
-    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,30 +81,6 @@ class Job:
 
 
 @dataclass(slots=True)
-class _Times:
-    """Of one child, in seconds of the frontend's clock."""
-
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-
-
-@dataclass(slots=True)
-class _Running:
-    """One submitted prompt."""
-
-    prompt: Prompt
-    stream: OutputStream
-    choices: list[Choice]
-    times: list[_Times]
-    report: PromptReport | None = None
-    task: "asyncio.Task[list[SequenceOutput]] | None" = None
-
-    @property
-    def is_over(self) -> bool:
-        return all(choice.is_closed for choice in self.choices)
-
-
-@dataclass(slots=True)
 class Generation:
     """Runs a job. `arrived_s`: when its HTTP request came, on `clock`."""
 
@@ -138,17 +91,14 @@ class Generation:
     arrived_s: float
     clock: Callable[[], float] = time.monotonic
     trace: RequestTrace | None = None
-    choices: list[Choice] = field(default_factory=list)
-    _running: list[_Running] = field(default_factory=list)
+    _running: list[PromptRun] = field(default_factory=list)
     _recorded: set[int] = field(default_factory=set)
-    _submitted_s: float = 0.0
     _has_ended: bool = False
-    _failure: ApiError | None = None
+    _failure: ApiError | EngineLost | None = None
     _end_reason: str = "abort"  # of children that have not ended when the request does
 
     async def __aenter__(self) -> "Generation":
         job = self.job
-        self._submitted_s = self.clock()
         try:
             with nullcontext() if self.trace is None else self.trace.stage("api_server_dispatch", TraceLevel.ROUNDS):
                 for prompt in job.prompts:
@@ -168,8 +118,9 @@ class Generation:
     def end(self, reason: str) -> None:
         """Abandon what still runs and record it as ended for `reason`. Idempotent; leaving the block does it too."""
         for running in self._running:
-            if running.task is not None:
-                running.task.cancel()
+            if running.task is not None and not running.task.cancel():
+                running.task.exception()  # it has ended: with outputs, or with a loss, that nobody needs any more
+            running.task = None
             if not running.is_over:
                 running.stream.abandon()
             for child in range(len(running.choices)):
@@ -199,10 +150,17 @@ class Generation:
             prediction_token_ids=job.prediction,
             scope=job.scope,
         )
-        first = len(self.choices)
-        choices = [Choice(first + child, self.tokenizer, job.settings) for child in range(job.n)]
-        self.choices += choices
-        self._running.append(_Running(prompt, stream, choices, [_Times() for _ in choices]))
+        first = len(self._running) * job.n
+        choices = [self._fresh(first + child) for child in range(job.n)]
+        self._running.append(PromptRun(prompt, stream, choices, self.clock()))
+
+    def _fresh(self, index: int) -> Choice:
+        return Choice(index, self.tokenizer, self.job.settings)
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Every child, in the client's order. One that begins anew is another object."""
+        return [choice for running in self._running for choice in running.choices]
 
     @property
     def completion_tokens(self) -> int:
@@ -215,7 +173,7 @@ class Generation:
     @property
     def _is_whole(self) -> bool:
         """Every child ended by itself: the request succeeded."""
-        return all(choice.is_closed and choice.failure is None for choice in self.choices)
+        return all(choice.is_complete for choice in self.choices)
 
     @property
     def _engine_id(self) -> str | None:
@@ -240,65 +198,102 @@ class Generation:
     async def changed(self) -> list[Choice]:
         """Wait for the engine and return the children that moved; empty once all have ended.
 
-        Raises ApiError when a child failed, and `EngineLost` from the stream. The rest is ended by leaving the block.
+        Raises ApiError when a child failed, and `EngineLost` when an engine was and nobody can begin anew. The rest is ended
+        by leaving the block.
         """
-        if self._failure is not None:
-            raise self._failure
-        live = [running for running in self._running if not running.is_over]
-        if not live:
-            return []
         try:
-            arrived = await self._next(live)
-            if not arrived:
-                return self._give_up_waiting(live)
-            now_s = self.clock()
-            return [choice for running, outputs in arrived for choice in self._apply(running, outputs, now_s)]
+            while self._failure is None and (live := [running for running in self._running if not running.is_over]):
+                arrived = await self._next(live)
+                if not arrived:
+                    return self._give_up_waiting(live)
+                now_s = self.clock()
+                moved = [choice for running, news in arrived for choice in self._take(running, news, now_s)]
+                if moved:
+                    return moved  # what was said before a failure is still to be delivered; the error comes next
+            if self._failure is not None:
+                raise self._failure
         except Exception:
             self._end_reason = "error" if self._end_reason == "abort" else self._end_reason
             raise
+        return []
 
-    async def _next(self, live: list[_Running]) -> list[tuple[_Running, list[SequenceOutput]]]:
-        """Outputs that have arrived; empty when the engine owes nothing but answers and is late with them."""
+    async def _next(self, live: list[PromptRun]) -> list[tuple[PromptRun, list[SequenceOutput] | EngineLost]]:
+        """What has arrived; empty when the engine owes nothing but answers and is late with them."""
         closing = all(choice.is_closed or choice.is_closing for running in live for choice in running.choices)
         if len(live) == 1 and live[0].task is None and not closing:
-            return [(live[0], await live[0].stream.next())]  # the common case costs no task
+            try:
+                return [(live[0], await live[0].stream.next())]  # the common case costs no task
+            except EngineLost as lost:
+                return [(live[0], lost)]
         for running in live:
             if running.task is None:
                 running.task = asyncio.ensure_future(running.stream.next())
         tasks = {running.task: running for running in live if running.task is not None}
         timeout_s = CLOSE_ANSWER_S if closing else None
         done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        arrived = []
+        arrived: list[tuple[PromptRun, list[SequenceOutput] | EngineLost]] = []
         for task in done:
             tasks[task].task = None
-            arrived.append((tasks[task], task.result()))
+            try:
+                arrived.append((tasks[task], task.result()))
+            except EngineLost as lost:
+                arrived.append((tasks[task], lost))
         return arrived
 
-    def _apply(self, running: _Running, outputs: list[SequenceOutput], now_s: float) -> list[Choice]:
-        if not outputs:
+    def _take(self, running: PromptRun, news: list[SequenceOutput] | EngineLost, now_s: float) -> list[Choice]:
+        if isinstance(news, EngineLost):
+            return self._lose(running, news)
+        if not news:
             raise RuntimeError("the engine client ended a stream whose children are open")
+        return self._apply(running, news, now_s)
+
+    def _apply(self, running: PromptRun, outputs: list[SequenceOutput], now_s: float) -> list[Choice]:
         by_child: dict[int, list[SequenceOutput]] = {}
         for output in outputs:
             by_child.setdefault(output.index, []).append(output)
-        moved = []
+            running.report = output.prompt or running.report
+        moved, failed = [], []
         for child, steps in by_child.items():
             choice = running.choices[child]
+            if choice.index in self._recorded:
+                continue  # it had ended at an engine that was lost, and is closed at this one
             self._measure(running, child, [len(step.token_ids) for step in steps if step.token_ids], now_s)
             for step in steps:
-                running.report = step.prompt or running.report
                 order = choice.push(step, running.stream.sources)
                 if order is not None:
                     running.stream.close(child, order.reason, order.kept)
             if choice.failure is not None:
-                # What it said before is still to be delivered; the error comes with the next call.
-                self._failure = self._failure or self._failed(running, child, choice.failure)
-                self._end_reason = "error"
+                failed.append((child, choice.failure))
             elif choice.is_closed:
                 self._record(running, child, choice.finish_reason)
             moved.append(choice)
+        if failed and all(_is_engine_ending(finish) for _, finish in failed) and self._begin_anew(running):
+            return [choice for choice in moved if choice.is_complete]
+        for child, finish in failed:
+            self._failure = self._failure or self._failed(running, child, finish)
+            self._end_reason = "error"
         return moved
 
-    def _measure(self, running: _Running, child: int, step_sizes: list[int], now_s: float) -> None:
+    def _lose(self, running: PromptRun, lost: EngineLost) -> list[Choice]:
+        """The engine is gone. Children whose text was final are whole all the same; the others begin anew or fail."""
+        moved = self._end_closing(running)
+        if not running.is_over and not self._begin_anew(running):
+            self._failure = self._failure or lost
+        return moved
+
+    def _begin_anew(self, running: PromptRun) -> bool:
+        """Give what a lost or ending engine ran to another, unless somebody has seen a part of it or it is too late."""
+        deadline = self.job.deadline
+        if not running.can_begin_anew or (deadline is not None and deadline.has_passed):
+            return False
+        lost_engine_id = running.stream.engine_id
+        num_lost = running.begin_anew(self._fresh, self.clock())
+        if num_lost is None:
+            return False
+        self.metrics.retried(lost_engine_id, num_lost)
+        return True
+
+    def _measure(self, running: PromptRun, child: int, step_sizes: list[int], now_s: float) -> None:
         if not step_sizes:
             return
         times, engine = running.times[child], running.stream.engine_id
@@ -312,7 +307,7 @@ class Generation:
             self.metrics.step_gap((now_s - last_s) / len(step_sizes), num_tokens, self._exemplar, engine)
         times.last_token_s = now_s
 
-    def _failed(self, running: _Running, child: int, finish: Finish) -> ApiError:
+    def _failed(self, running: PromptRun, child: int, finish: Finish) -> ApiError:
         """Account for the child that failed and say so to the client."""
         message = finish.message or "the engine could not go on with this request"
         if finish.rejected is not None:
@@ -326,20 +321,21 @@ class Generation:
             return overloaded(finish.message or "the engine ended this request early")
         return ApiError(500, message)
 
-    def _give_up_waiting(self, live: list[_Running]) -> list[Choice]:
+    def _give_up_waiting(self, live: list[PromptRun]) -> list[Choice]:
         logger.warning("close_unanswered requests=%d waited_s=%g", len(live), CLOSE_ANSWER_S)
-        moved = []
         for running in live:
             running.stream.abandon()
-            for child, choice in enumerate(running.choices):
-                if not choice.is_closed:
-                    self.metrics.close_unanswered()
-                    choice.give_up_waiting()
-                    self._record(running, child, choice.finish_reason)
-                    moved.append(choice)
-        return moved
+        return [choice for running in live for choice in self._end_closing(running)]
 
-    def _record(self, running: _Running, child: int, reason: str) -> None:
+    def _end_closing(self, running: PromptRun) -> list[Choice]:
+        """End the children that wait for nothing but the engine's answer to their Close, which will not come."""
+        ended = running.give_up_waiting()
+        for child in ended:
+            self.metrics.close_unanswered()
+            self._record(running, child, running.choices[child].finish_reason)
+        return [running.choices[child] for child in ended]
+
+    def _record(self, running: PromptRun, child: int, reason: str) -> None:
         choice, times = running.choices[child], running.times[child]
         if choice.index in self._recorded:
             return
@@ -363,11 +359,16 @@ class Generation:
             self._exemplar,
         )
 
-    def _waits(self, running: _Running, times: _Times, now_s: float) -> tuple[float, float | None]:
+    def _waits(self, running: PromptRun, times: Times, now_s: float) -> tuple[float, float | None]:
         """(queued, prefill) seconds. The queue is the engine's own clock; prefill is what is left until the first token."""
         if running.report is None:
-            return now_s - self._submitted_s, None
+            return now_s - running.submitted_s, None
         queue_s = max(0.0, (running.report.scheduled_ns - running.report.queued_ns) / 1e9)
         if times.first_token_s is None:
             return queue_s, None
-        return queue_s, max(0.0, times.first_token_s - self._submitted_s - queue_s)
+        return queue_s, max(0.0, times.first_token_s - running.submitted_s - queue_s)
+
+
+def _is_engine_ending(finish: Finish) -> bool:
+    """Whether a child ends because its engine does: it never ran there, or was broken off. Who aborts by itself hears nothing."""
+    return finish.rejected is RejectReason.DRAINING or (finish.rejected is None and finish.reason is FinishReason.ABORT)

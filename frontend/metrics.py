@@ -56,7 +56,7 @@ class FrontendMetrics:
     def __init__(self, max_model_len: int) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._engine = self._model = ""
-        self._retried: Counter | None = None
+        self._retries: tuple[Counter, ...] = ()
         self.otlp: OtlpObserver | None = None
         tokens = _one_two_five(max_model_len)
         histogram = self._histogram
@@ -145,9 +145,19 @@ class FrontendMetrics:
         self._registry.register(_Watched(family))
 
     def several_engines(self) -> None:
-        """Requests may be given to another engine: the family of it exists from here."""
-        self._retried = self._counter(
-            "drafthouse:requests_retried", "Requests given to another engine, by the engine that was lost.", ("engine",)
+        """Requests may be given to another engine: the families of it exist from here."""
+        by_engine = ("engine",)
+        self._retries = (
+            self._counter(
+                "drafthouse:requests_retried",
+                "Prompts given to another engine, by the engine that was lost.",
+                by_engine,
+            ),
+            self._counter(
+                "drafthouse:retried_tokens",
+                "Tokens of them that the lost engine had given, and no answer has.",
+                by_engine,
+            ),
         )
 
     def attach(self, engine: str, model: str) -> None:
@@ -161,8 +171,8 @@ class FrontendMetrics:
             self._rejections.labels(model, reason)
         for histogram in self._engine_histograms():
             histogram.labels(engine, model)
-        if self._retried is not None:
-            self._retried.labels(engine)
+        for counter in self._retries:
+            counter.labels(engine)
 
     def forget(self, engine: str) -> None:
         """Drop the series of an engine that is gone for good."""
@@ -170,13 +180,13 @@ class FrontendMetrics:
             self._success.remove(engine, self._model, reason)
         for histogram in self._engine_histograms():
             histogram.remove(engine, self._model)
-        if self._retried is not None:
-            self._retried.remove(engine)
+        for counter in self._retries:
+            counter.remove(engine)
 
-    def retried(self, engine: str) -> None:
-        """A request was given to another engine because `engine` was lost. Only after `several_engines`."""
-        if self._retried is not None:
-            self._retried.labels(engine).inc()
+    def retried(self, engine: str, num_tokens: int) -> None:
+        """A prompt was given to another engine because `engine` was lost, and with it so many tokens of its answer."""
+        for counter, count in zip(self._retries, (1, num_tokens)):
+            counter.labels(engine).inc(count)
 
     def submitted(self, n: int, max_tokens: int | None, engine: str | None = None) -> None:
         """One request was sent to an engine. `max_tokens` as the client asked, None when it did not."""

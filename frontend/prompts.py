@@ -10,9 +10,10 @@ from frontend.chat import Message, generation_prompt_wanted, plain_messages, tem
 from frontend.chat_template import TemplateError
 from frontend.choices import TextSettings
 from frontend.errors import ApiError, clipped, invalid
-from frontend.generation import Job, Prompt
+from frontend.generation import Job
 from frontend.openai import ChatRequest, CompletionRequest, GenerationRequest
 from frontend.prediction import predicted_text, prediction_token_ids
+from frontend.prompt_run import Prompt
 from frontend.sampling_fields import (
     ModelFacts,
     num_choices,

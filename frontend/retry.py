@@ -1,15 +1,15 @@
-"""A request's way back that survives the loss of its engine, as long as nobody has seen a token of it.
+"""A request's way back that can lead to another engine, once.
 
-Owns when a request is given to another engine: once, and only before its first token, because tokens that were seen cannot be
-taken back and another engine would not say the same. Never chooses an engine and never waits for one. Made by
+Owns that it is given to another engine once at most, and never by who has left. Never decides that it may be: whether somebody
+has seen a part of its answer is known to `frontend.generation`. Never chooses an engine and never waits for one. Made by
 `frontend.engine_pool`, read by `frontend.generation` as any stream.
 """
 
 from collections.abc import Callable, Sequence
 
-from frontend.streams import EngineLost, Stream
+from frontend.streams import Stream
 from protocol.messages import SequenceOutput
-from protocol.reasons import CloseReason, RejectReason
+from protocol.reasons import CloseReason
 
 Again = Callable[[str], Stream | None]  # (engine that was lost) -> the request at another one; None where there is none
 
@@ -32,19 +32,8 @@ class RetriedStream:
         return self._stream.sources
 
     async def next(self) -> list[SequenceOutput]:
-        """As `Stream.next`. Raises `EngineLost` when the request cannot be given to another engine."""
-        while True:
-            try:
-                outputs = await self._stream.next()
-            except EngineLost:
-                if not self._retry():
-                    raise
-                continue
-            if _is_turned_away(outputs) and self._retry():
-                continue
-            if any(output.token_ids for output in outputs):
-                self._again = None
-            return outputs
+        """As `Stream.next`."""
+        return await self._stream.next()
 
     def close(self, index: int, reason: CloseReason, kept: int = 0) -> None:
         self._stream.close(index, reason, kept)
@@ -53,8 +42,11 @@ class RetriedStream:
         self._again = None
         self._stream.abandon()
 
-    def _retry(self) -> bool:
-        """Whether the request runs at another engine now."""
+    def restart(self) -> bool:
+        """Run it from its beginning at another engine; what the first had said is void, and what it still says is not heard.
+
+        False, and nothing happens: no other engine takes it, it was asked for before, or the request was abandoned.
+        """
         again, self._again = self._again, None
         stream = None if again is None else again(self.engine_id)
         if stream is None:
@@ -62,10 +54,3 @@ class RetriedStream:
         self._stream.abandon()  # nothing, unless part of it still runs there
         self._stream = stream
         return True
-
-
-def _is_turned_away(outputs: list[SequenceOutput]) -> bool:
-    """The engine began to drain while the request was on its way: it never ran."""
-    return bool(outputs) and all(
-        output.finish is not None and output.finish.rejected is RejectReason.DRAINING for output in outputs
-    )

@@ -93,6 +93,10 @@ class Stream:
         self._pending.clear()
         self._close_all()
 
+    def restart(self) -> bool:
+        """False: one stream is at one engine (`frontend.retry` has another)."""
+        return False
+
     @property
     def is_done(self) -> bool:
         """All children are done, or the engine is lost: nothing more will arrive."""

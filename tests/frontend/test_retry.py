@@ -1,4 +1,4 @@
-"""A request whose engine is lost runs once more elsewhere, unless somebody has seen a token of it."""
+"""A request can be given to another engine once, and never by who has left it. When it is: test_lost_engines.py."""
 
 import asyncio
 
@@ -6,11 +6,11 @@ import pytest
 
 from frontend.retry import RetriedStream
 from frontend.streams import ALL_CHILDREN, EngineLost, Stream
-from protocol.messages import Finish, SequenceOutput
-from protocol.reasons import CloseReason, FinishReason, RejectReason
+from protocol.reasons import CloseReason
 from tests.wiring import tokens
 
 Closes = list[tuple[int, int, CloseReason, int]]
+GONE = (7, ALL_CHILDREN, CloseReason.CLIENT_GONE, 0)
 
 
 class Two:
@@ -33,83 +33,64 @@ class Two:
         return self.second if self._has_other else None
 
 
-def rejected(reason: RejectReason) -> SequenceOutput:
-    return SequenceOutput(7, 0, 0, (), None, None, None, (), Finish(FinishReason.ERROR, message="no", rejected=reason))
-
-
-async def test_before_the_first_token_a_loss_is_not_noticed():
-    two = Two()
-    waiting = asyncio.create_task(two.stream.next())
-    await asyncio.sleep(0)
-    two.first.fail("it was killed")
-    two.second.accept(tokens(7, 0, 5, 6))
-    assert [output.token_ids for output in await waiting] == [(5, 6)]
-    assert two.asked == ["a"] and two.stream.engine_id == "b"
-
-
-async def test_after_the_first_token_a_loss_is_an_error():
+async def test_a_loss_is_told_after_what_came_before_it_and_the_request_goes_on_elsewhere_when_that_is_asked_for():
     two = Two()
     two.first.accept(tokens(7, 0, 5))
-    await two.stream.next()
     two.first.fail("it was killed")
+    assert [output.token_ids for output in await two.stream.next()] == [(5,)]
     with pytest.raises(EngineLost, match="it was killed"):
         await two.stream.next()
     assert two.asked == [] and two.stream.engine_id == "a"
-
-
-async def test_an_output_without_tokens_does_not_bind_the_request_to_its_engine():
-    two = Two()
-    two.first.accept(tokens(7, 0))
-    assert [output.token_ids for output in await two.stream.next()] == [()]
-    two.first.fail("it was killed")
-    two.second.accept(tokens(7, 0, 5))
-    assert [output.token_ids for output in await two.stream.next()] == [(5,)]
+    assert two.stream.restart()
+    two.second.accept(tokens(7, 0, 8, 9))
+    assert [output.token_ids for output in await two.stream.next()] == [(8, 9)]
+    assert two.asked == ["a"] and two.stream.engine_id == "b"
 
 
 async def test_a_request_is_given_to_another_engine_once():
     two = Two()
     two.first.fail("the first was killed")
+    assert two.stream.restart()
     two.second.fail("the second was killed")
+    assert not two.stream.restart()
     with pytest.raises(EngineLost, match="the second"):
         await two.stream.next()
     assert two.asked == ["a"]
 
 
-async def test_without_another_engine_the_loss_is_told():
+async def test_without_another_engine_the_loss_stays():
     two = Two(has_other=False)
     two.first.fail("it was killed")
+    assert not two.stream.restart()
     with pytest.raises(EngineLost, match="it was killed"):
         await two.stream.next()
-    assert two.stream.engine_id == "a"
-
-
-async def test_a_draining_engine_that_turns_it_away_is_no_answer():
-    two = Two()
-    two.first.accept(rejected(RejectReason.DRAINING))
-    two.second.accept(tokens(7, 0, 5))
-    assert [output.token_ids for output in await two.stream.next()] == [(5,)]
-    full = Two()
-    full.first.accept(rejected(RejectReason.QUEUE_FULL))
-    assert (await full.stream.next())[0].finish is not None and full.asked == []
+    assert two.stream.engine_id == "a" and not two.first.restart()
 
 
 async def test_closes_go_to_the_engine_that_runs_the_request_now():
     two = Two(n=2)
     two.first.fail("it was killed")
-    two.second.accept(tokens(7, 0, 5))
-    await two.stream.next()
+    assert two.stream.restart()
     two.stream.close(0, CloseReason.STOP_STRING, kept=1)
     two.stream.abandon()
-    assert two.closes == {
-        "a": [],
-        "b": [(7, 0, CloseReason.STOP_STRING, 1), (7, ALL_CHILDREN, CloseReason.CLIENT_GONE, 0)],
-    }
+    assert two.closes == {"a": [], "b": [(7, 0, CloseReason.STOP_STRING, 1), GONE]}
+
+
+async def test_what_an_engine_still_runs_that_is_left_for_another_is_closed_there_and_not_heard():
+    two = Two()
+    waiting = asyncio.create_task(two.stream.next())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    assert two.stream.restart()
+    two.first.accept(tokens(7, 0, 5))
+    two.second.accept(tokens(7, 0, 8))
+    assert [output.token_ids for output in await two.stream.next()] == [(8,)]
+    assert two.closes == {"a": [GONE], "b": []}
 
 
 async def test_a_request_whose_client_left_is_not_given_to_another_engine():
     two = Two()
     two.stream.abandon()
     two.first.fail("it was killed")
-    with pytest.raises(EngineLost):
-        await two.stream.next()
-    assert two.asked == [] and two.closes["a"] == [(7, ALL_CHILDREN, CloseReason.CLIENT_GONE, 0)]
+    assert not two.stream.restart()
+    assert two.asked == [] and two.closes["a"] == [GONE]
