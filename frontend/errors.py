@@ -17,6 +17,7 @@ _TYPES = {
     415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
+    502: "server_error",  # a balancer's, whose error bodies are spelled like ours
     503: "overloaded_error",
     504: "timeout_error",
 }
