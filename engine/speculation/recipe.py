@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kv.pool import KVShape
+from engine.kv.pool import KVPool, KVShape
 from engine.model.arch import ArchConfig
 from engine.model.decoder import DecoderModel
 from engine.speculation.speculator import Capabilities, Speculator
@@ -84,6 +84,7 @@ class Target:
     model: DecoderModel
     num_blocks: int
     block_size: int  # tokens
+    pool: KVPool | None = None  # the target's own keys and values; None in tests of drafters that look at none
 
 
 class Recipe(ABC):
