@@ -11,15 +11,14 @@ import torch
 
 from engine.model.arch import ArchConfig
 from engine.model.decoder import DecoderModel
-from engine.model.layers import LayerWeights
 from engine.model.rope import inverse_frequencies
 from engine.speculation.drafter_tensors import DrafterTensors
+from engine.speculation.drafter_weights import WeightReader, layer_shapes, lent_head, read_offsets
 from engine.speculation.eagle_head import EagleWeights
 from engine.speculation.eagle_layout import EagleFacts
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _LAYER = "layers.0."
-_ATTENTION = _LAYER + "self_attn."
 
 
 @dataclass(frozen=True)
@@ -44,27 +43,13 @@ class EagleShape:
 def expected_tensors(shape: EagleShape) -> dict[str, tuple[int, ...]]:
     """Every floating-point tensor of the head under its name here."""
     arch, facts = shape.arch, shape.facts
-    width, ffn, reads = arch.hidden_size, arch.ffn_size, shape.attention_width
-    matrices = {
-        f"{_ATTENTION}q_proj": ((arch.query_size, reads), arch.qkv_bias),
-        f"{_ATTENTION}k_proj": ((arch.kv_size, reads), arch.qkv_bias),
-        f"{_ATTENTION}v_proj": ((arch.kv_size, reads), arch.qkv_bias),
-        f"{_ATTENTION}o_proj": ((width, arch.query_size), arch.out_bias),
-        f"{_LAYER}mlp.gate_proj": ((ffn, width), arch.ffn_bias),
-        f"{_LAYER}mlp.up_proj": ((ffn, width), arch.ffn_bias),
-        f"{_LAYER}mlp.down_proj": ((width, ffn), arch.ffn_bias),
-        "fc": ((width, _fc_reads(shape)), shape.has_fc_bias),
-    }
-    tensors: dict[str, tuple[int, ...]] = {}
-    for name, (size, has_bias) in matrices.items():
-        tensors[f"{name}.weight"] = size
-        if has_bias:
-            tensors[f"{name}.bias"] = size[:1]
-    norms = {f"{_LAYER}post_attention_layernorm": width}
-    if arch.qk_norm:
-        norms |= {f"{_ATTENTION}q_norm": arch.head_dim, f"{_ATTENTION}k_norm": arch.head_dim}
-    if facts.layout.generation == 3:
-        norms |= {f"{_LAYER}input_layernorm": width, f"{_LAYER}hidden_norm": width, "norm": width}
+    is_third = facts.layout.generation == 3
+    width = arch.hidden_size
+    tensors = layer_shapes(arch, _LAYER, shape.attention_width, has_input_norm=is_third)
+    tensors["fc.weight"] = (width, _fc_reads(shape))
+    if shape.has_fc_bias:
+        tensors["fc.bias"] = (width,)
+    norms = {f"{_LAYER}hidden_norm": width, "norm": width} if is_third else {}
     norms |= dict(_feature_norms(shape))
     tensors |= {f"{name}.weight": (size,) for name, size in norms.items()}
     if shape.has_embedding:
@@ -92,25 +77,7 @@ def _feature_norms(shape: EagleShape) -> list[tuple[str, int]]:
 
 def load_weights(tensors: DrafterTensors, shape: EagleShape, target: DecoderModel) -> EagleWeights:
     """Every tensor in the target's dtype on its device, norms in float32. `expected_tensors` were checked."""
-    read = _Reader(tensors, target)
-    layer = LayerWeights(
-        input_norm=read.norm(f"{_LAYER}input_layernorm", shape.facts.layout.generation == 3),
-        qkv=torch.cat([read.matrix(f"{_ATTENTION}{name}_proj.weight") for name in "qkv"]),
-        qkv_bias=torch.cat([read.matrix(f"{_ATTENTION}{name}_proj.bias") for name in "qkv"])
-        if shape.arch.qkv_bias
-        else None,
-        query_norm=read.norm(f"{_ATTENTION}q_norm") if shape.arch.qk_norm else None,
-        key_norm=read.norm(f"{_ATTENTION}k_norm") if shape.arch.qk_norm else None,
-        out=read.matrix(f"{_ATTENTION}o_proj.weight"),
-        out_bias=read.matrix(f"{_ATTENTION}o_proj.bias") if shape.arch.out_bias else None,
-        ffn_norm=read.norm(f"{_LAYER}post_attention_layernorm"),
-        gate_up=torch.cat([read.matrix(f"{_LAYER}mlp.{name}_proj.weight") for name in ("gate", "up")]),
-        gate_up_bias=torch.cat([read.matrix(f"{_LAYER}mlp.{name}_proj.bias") for name in ("gate", "up")])
-        if shape.arch.ffn_bias
-        else None,
-        down=read.matrix(f"{_LAYER}mlp.down_proj.weight"),
-        down_bias=read.matrix(f"{_LAYER}mlp.down_proj.bias") if shape.arch.ffn_bias else None,
-    )
+    read = WeightReader(tensors, target)
     is_third = shape.facts.layout.generation == 3
     target_ids = read_map(tensors, shape, target.device)
     return EagleWeights(
@@ -119,48 +86,13 @@ def load_weights(tensors: DrafterTensors, shape: EagleShape, target: DecoderMode
         fc_bias=read.matrix("fc.bias") if shape.has_fc_bias else None,
         feature_norms=tuple(read.norm(name) for name, _ in _feature_norms(shape)),
         final_norm=target.weights.final_norm if shape.facts.final_norm else None,
-        layer=layer,
+        layer=read.layer(shape.arch, _LAYER, has_input_norm=is_third),
         hidden_norm=read.norm(f"{_LAYER}hidden_norm") if is_third else None,
         output_norm=read.norm("norm") if is_third else None,
-        output=read.shared(HEAD, target.weights.output) if shape.has_head else _lent_head(target, target_ids),
+        output=read.shared(HEAD, target.weights.output) if shape.has_head else lent_head(target, target_ids),
         target_ids=target_ids,
         inverse_frequencies=inverse_frequencies(shape.arch.rope, shape.arch.head_dim).to(target.device),
     )
-
-
-def _lent_head(target: DecoderModel, target_ids: torch.Tensor | None) -> torch.Tensor:
-    """[D, h]: the target's rows of the tokens the drafter knows. A copy where it knows fewer: rows next to each other."""
-    output = target.weights.output
-    return output if target_ids is None else output.index_select(0, target_ids)
-
-
-class _Reader:
-    """Tensors in the target's dtype on its device."""
-
-    def __init__(self, tensors: DrafterTensors, target: DecoderModel) -> None:
-        self._tensors = tensors
-        self._dtype, self._device = target.dtype, target.device
-
-    def matrix(self, name: str) -> torch.Tensor:
-        return self._filled(name, self._dtype)
-
-    def norm(self, name: str, is_there: bool = True) -> torch.Tensor:
-        """Float32; empty where the architecture has none."""
-        if not is_there:
-            return torch.empty(0, device=self._device)
-        return self._filled(f"{name}.weight", torch.float32)
-
-    def shared(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """The file's tensor, or the target's when the file merely repeats it, which publishers often do."""
-        read = self.matrix(name)
-        return own if read.shape == own.shape and torch.equal(read, own) else read
-
-    def _filled(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        shape = self._tensors.shape(name)
-        assert shape is not None, name
-        target = torch.empty(shape, dtype=dtype, device=self._device)
-        self._tensors.copy(name, target)
-        return target
 
 
 def read_map(tensors: DrafterTensors, shape: EagleShape, device: torch.device) -> torch.Tensor | None:
@@ -170,32 +102,11 @@ def read_map(tensors: DrafterTensors, shape: EagleShape, device: torch.device) -
     """
     if not shape.has_map:
         return None
-    stored = tensors.read("d2t")
-    if stored.dtype not in (torch.int64, torch.int32) or stored.shape != (shape.draft_vocab_size,):
-        raise tensors.refusal(
-            f"the tensor d2t is {stored.dtype} {tuple(stored.shape)}; {shape.draft_vocab_size} whole numbers are needed"
-        )
-    numbers = stored.to(torch.int64)
-    is_offsets = shape.facts.vocabulary_map == "offsets"
-    token_ids = numbers + torch.arange(len(numbers)) if is_offsets else numbers
-    problem = _map_problem(token_ids, shape.arch.vocab_size)
-    if problem is None and "t2d" in tensors:
-        known = tensors.read("t2d").flatten()
-        if len(known) != shape.arch.vocab_size or not torch.equal(known.nonzero().flatten(), token_ids):
-            problem = "t2d marks other tokens"
-    if problem is not None:
-        raise tensors.refusal(
-            f"the tensor d2t, read as {shape.facts.vocabulary_map}, maps no vocabulary ({problem}); "
-            "--eagle-vocabulary-map says how to read it"
-        )
-    if shape.draft_vocab_size == shape.arch.vocab_size:
-        return None
-    return token_ids.to(device)
-
-
-def _map_problem(token_ids: torch.Tensor, vocab_size: int) -> str | None:
-    if not bool((token_ids.diff() > 0).all()):
-        return "its tokens do not ascend"
-    if int(token_ids[0]) < 0 or int(token_ids[-1]) >= vocab_size:
-        return f"it leaves the target's {vocab_size} tokens"
-    return None
+    token_ids = read_offsets(
+        tensors,
+        shape.draft_vocab_size,
+        shape.arch.vocab_size,
+        shape.facts.vocabulary_map,
+        "; --eagle-vocabulary-map says how to read it",
+    )
+    return None if token_ids is None else token_ids.to(device)
