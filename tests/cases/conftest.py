@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases.client import Client
-from tests.e2e.servers import serve
+from tests.e2e.servers import Server, serve
 from tests.stand_in import write_stand_in
 
 IS_LONG = os.environ.get("CASES_LONG") == "1"
@@ -48,15 +48,18 @@ def setup(stand_in: Path) -> Iterator[Callable[[str], Client]]:
     """`setup("spec")` gives a client of that set-up's server, starting it on first use."""
     with ExitStack() as stack:
         clients: dict[str, Client] = {}
+        servers: list[Server] = []
 
         def get(name: str) -> Client:
             if name not in clients:
                 model = () if name in OWN_MODEL or IS_LONG else ("--model", str(stand_in))
-                server = stack.enter_context(serve(*SETUPS[name], *model))
-                clients[name] = Client(server.base_url)
+                servers.append(stack.enter_context(serve(*SETUPS[name], *model)))
+                clients[name] = Client(servers[-1].base_url)
             return clients[name]
 
         yield get
+        for server in servers:  # all at once; the stack then waits for each
+            server.process.terminate()
 
 
 @pytest.fixture
