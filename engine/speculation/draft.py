@@ -1,7 +1,8 @@
 """What a drafter hands to the engine: a value, never a side effect. B = rows asked for, W = max_draft_len, V = vocabulary."""
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,13 +39,17 @@ def empty_draft(num_rows: int, max_draft_len: int, device: torch.device) -> Draf
 
 def host_draft(proposals: Sequence[Sequence[int]], max_draft_len: int, probs: torch.Tensor | None = None) -> Draft:
     """A chain per row from lists on the host; `probs` float32 [B, W, V] or None. Entries past a length are zero."""
-    tokens = torch.zeros(len(proposals), max_draft_len, dtype=torch.int32)
+    if not proposals:
+        return replace(empty_draft(0, max_draft_len, torch.device("cpu")), probs=probs)
+    # One buffer for all rows: a tensor for each of them cost some 20 us a row.
+    tokens = array("i", bytes(4 * len(proposals) * max_draft_len))
     for index, proposed in enumerate(proposals):
         if proposed:
-            tokens[index, : len(proposed)] = torch.tensor(proposed, dtype=torch.int32)
+            first = index * max_draft_len
+            tokens[first : first + len(proposed)] = array("i", proposed)
     return Draft(
-        tokens=tokens,
-        lengths=torch.tensor([len(proposed) for proposed in proposals], dtype=torch.int32),
+        tokens=torch.frombuffer(tokens, dtype=torch.int32).view(len(proposals), max_draft_len),
+        lengths=torch.frombuffer(array("i", map(len, proposals)), dtype=torch.int32),
         parents=None,
         probs=probs,
         roots=None,

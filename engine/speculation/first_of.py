@@ -36,8 +36,9 @@ class FirstOfSpeculator(Speculator):
         self.capabilities = capabilities
         self._members = tuple(members)
         self._vocab_size = vocab_size
-        self._on_host = tuple(member for member in members if member.capabilities.drafts_on_host)
-        self._on_device = tuple(member for member in members if not member.capabilities.drafts_on_host)
+        hearing = [member for member in members if type(member).observe is not Speculator.observe]
+        self._on_host = tuple(member for member in hearing if member.capabilities.drafts_on_host)
+        self._on_device = tuple(member for member in hearing if not member.capabilities.drafts_on_host)
         # What members on the host made of the spans of a call that failed; its repetition must not tell them again.
         self._told: dict[int, tuple[CommittedSpan, Exception | None]] = {}
 
@@ -50,12 +51,15 @@ class FirstOfSpeculator(Speculator):
         answers: list[_Answer] = []
         for member in self._members:
             unsupported = member.capabilities.unsupported_sampling
-            asked = [index for index in waiting if not uses_any(rows[index].sampling, unsupported)]
+            asked = waiting
+            if unsupported:
+                asked = [index for index in waiting if not uses_any(rows[index].sampling, unsupported)]
             if asked:
                 answer = self._ask(member, [rows[index] for index in asked], asked)
                 answers.append(answer)
-                found = {index for _, index in answer.found}
-                waiting = [index for index in waiting if index not in found]
+                if answer.found:
+                    found = {index for _, index in answer.found}
+                    waiting = [index for index in waiting if index not in found]
         return self._joined(answers, len(rows))
 
     def observe(self, spans: Sequence[CommittedSpan]) -> None:
@@ -66,6 +70,8 @@ class FirstOfSpeculator(Speculator):
         """
         for member in self._on_device:
             member.observe([self._as_seen_by(member, span) for span in spans])
+        if not self._on_host:
+            return
         is_repeated = all(id(span) in self._told for span in spans)
         if not is_repeated:
             self._told = {id(span): (span, self._tell(span)) for span in spans}

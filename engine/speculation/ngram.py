@@ -21,12 +21,12 @@ class NgramSpeculator(Speculator):
         self.capabilities = Capabilities(max_draft_len=num_draft_tokens, sources=("ngram",), drafts_on_host=True)
         self._lookup_min = lookup_min
         self._lookup_max = lookup_max
-        self._token_bits = max(1, (vocab_size - 1).bit_length())
+        self._token_bits = vocab_size.bit_length()
         self._tables: dict[int, _NgramTable] = {}
 
     def begin(self, start: SequenceStart) -> None:
         table = _NgramTable(self._lookup_min, self._lookup_max, self._token_bits)
-        table.index(start.token_ids)
+        table.read(start.token_ids)
         self._tables[start.row] = table
 
     def propose(self, rows: Sequence[DraftRow]) -> Draft:
@@ -37,8 +37,8 @@ class NgramSpeculator(Speculator):
 
     def _lookup(self, row: DraftRow) -> Sequence[int]:
         table = self._tables[row.row]
-        table.index(row.token_ids)
-        start = table.first_continuation(row.token_ids)
+        table.read(row.token_ids)
+        start = table.first_continuation()
         if start is None:
             return ()
         return row.token_ids[start : start + min(row.budget, self.capabilities.max_draft_len)]
@@ -52,34 +52,31 @@ class _NgramTable:
     """
 
     def __init__(self, lookup_min: int, lookup_max: int, token_bits: int) -> None:
-        self._lengths = range(lookup_min, lookup_max + 1)
         self._token_bits = token_bits
-        self._first: dict[int, dict[int, int]] = {length: {} for length in self._lengths}
-        self._indexed = 0  # n-grams ending at or before this index are in the tables
+        self._tables: tuple[tuple[int, dict[int, int]], ...] = tuple(  # (mask of a packed n-gram, first occurrences)
+            ((1 << length * token_bits) - 1, {}) for length in range(lookup_min, lookup_max + 1)
+        )
+        self._num_read = 0
+        self._last = 0  # the longest n-gram that ends what was read; zero before the beginning, where no token is
 
-    def index(self, token_ids: Sequence[int]) -> None:
+    def read(self, token_ids: Sequence[int]) -> None:
         """Add every n-gram that has a token behind it: all but those that end the history. O(new tokens)."""
-        for end in range(self._indexed + 1, len(token_ids)):
-            for length, key in self._suffix_keys(token_ids, end):
-                self._first[length].setdefault(key, end)
-        self._indexed = max(self._indexed, len(token_ids) - 1)
+        last, tables, token_bits = self._last, self._tables, self._token_bits
+        longest, _ = tables[-1]
+        for index in range(self._num_read, len(token_ids)):
+            for mask, first in tables:
+                key = last & mask
+                if key not in first:
+                    first[key] = index
+            last = (last << token_bits | (token_ids[index] + 1)) & longest
+        self._last, self._num_read = last, max(self._num_read, len(token_ids))
 
-    def first_continuation(self, token_ids: Sequence[int]) -> int | None:
+    def first_continuation(self) -> int | None:
         """Where the token behind the longest known suffix is, or None. O(lookup_max)."""
         found = None
-        for length, key in self._suffix_keys(token_ids, len(token_ids)):
-            start = self._first[length].get(key)
+        for mask, first in self._tables:
+            start = first.get(self._last & mask)
             if start is None:
                 break  # a longer suffix contains this one, so it cannot have occurred either
             found = start
         return found
-
-    def _suffix_keys(self, token_ids: Sequence[int], end: int) -> list[tuple[int, int]]:
-        """(length, packed n-gram) of the n-grams that end before `end`, shortest first."""
-        keys = []
-        key = 0
-        for length in range(1, min(self._lengths.stop - 1, end) + 1):
-            key |= token_ids[end - length] << (self._token_bits * (length - 1))
-            if length >= self._lengths.start:
-                keys.append((length, key))
-        return keys

@@ -25,6 +25,7 @@ class PredictionSpeculator(Speculator):
         self._lengths = range(lookup_min, lookup_max + 1)
         self._token_bits = max(1, (vocab_size - 1).bit_length())
         self._cursors: dict[int, _Cursor] = {}
+        self._nothing = empty_draft(0, num_draft_tokens, _HOST)
 
     def begin(self, start: SequenceStart) -> None:
         self._cursors.pop(start.row, None)
@@ -32,8 +33,10 @@ class PredictionSpeculator(Speculator):
             self._cursors[start.row] = _Cursor(start.prediction, self._lengths, self._token_bits)
 
     def propose(self, rows: Sequence[DraftRow]) -> Draft:
-        if not self._cursors:  # the usual case: nobody predicts
-            return empty_draft(len(rows), self.capabilities.max_draft_len, _HOST)
+        if not self._cursors:  # the usual case, which costs nothing: nobody predicts
+            if len(self._nothing.tokens) != len(rows):
+                self._nothing = empty_draft(len(rows), self.capabilities.max_draft_len, _HOST)
+            return self._nothing
         return host_draft([self._continuation(row) for row in rows], self.capabilities.max_draft_len)
 
     def end(self, row: int) -> None:

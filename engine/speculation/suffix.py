@@ -6,15 +6,17 @@ Source: SuffixDecoding (arXiv 2411.04975); its published implementation is what 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 
 import torch
 
-from engine.speculation.draft import Draft
+from engine.speculation.draft import Draft, host_draft
 from engine.speculation.recipe import SuffixSettings
 from engine.speculation.speculator import Capabilities, CommittedSpan, DraftRow, SequenceStart, Speculator
 from engine.speculation.suffix_cache import Answer, AnswerCache
-from engine.speculation.suffix_match import NOTHING, MatchRule, Proposal, best_proposal
+from engine.speculation.suffix_cursor import Cursor
+from engine.speculation.suffix_match import MatchRule, Proposal, best_proposal
 from engine.speculation.suffix_tree import SuffixTree
 
 LOCAL, GLOBAL = 0, 1  # indices of the sources
@@ -54,22 +56,9 @@ class SuffixSpeculator(Speculator):
 
     def propose(self, rows: Sequence[DraftRow]) -> Draft:
         found = [self._proposal(row) for row in rows]
-        width = self.capabilities.max_draft_len
-        tokens = torch.zeros(len(found), width, dtype=torch.int32)
-        parents = torch.arange(-1, width - 1, dtype=torch.int32).repeat(len(found), 1)
-        for index, (proposal, _) in enumerate(found):
-            length = len(proposal.token_ids)
-            tokens[index, :length] = torch.tensor(proposal.token_ids, dtype=torch.int32)
-            parents[index, :length] = torch.tensor(list(proposal.parents), dtype=torch.int32)
-        return Draft(
-            tokens=tokens,
-            lengths=torch.tensor([len(proposal.token_ids) for proposal, _ in found], dtype=torch.int32),
-            parents=parents if self.capabilities.tree else None,
-            probs=None,
-            roots=None,
-            sources=torch.tensor([source for _, source in found], dtype=torch.int8),
-            num_forwards=0,
-        )
+        draft = host_draft([proposal.token_ids for proposal, _ in found], self.capabilities.max_draft_len)
+        sources = torch.tensor([source for _, source in found], dtype=torch.int8)
+        return replace(draft, sources=sources, parents=self._parents(found) if self.capabilities.tree else None)
 
     def end(self, row: int) -> None:
         ended = self._rows.pop(row, None)
@@ -81,19 +70,32 @@ class SuffixSpeculator(Speculator):
         state = self._rows[row.row]
         state.hear(())
         room = min(row.budget, self.capabilities.max_draft_len)
-        local = best_proposal(state.tree, row.token_ids, self._rule, room)
+        local = best_proposal(state.tree, state.cursor.suffixes(row.token_ids), self._rule, room)
         tree = self._cache.tree(state.answer)
-        learnt = NOTHING if tree is None else best_proposal(tree, row.token_ids, self._rule, room, above=local.score)
+        if tree is None:
+            return local, LOCAL
+        suffixes = state.cursor_in(tree).suffixes(row.token_ids)
+        learnt = best_proposal(tree, suffixes, self._rule, room, above=local.score)
         return (learnt, GLOBAL) if learnt.token_ids else (local, LOCAL)
+
+    def _parents(self, found: Sequence[tuple[Proposal, int]]) -> torch.Tensor:
+        """Int32 [B, W]; entries at and beyond a row's length are a chain's."""
+        width = self.capabilities.max_draft_len
+        parents = torch.arange(-1, width - 1, dtype=torch.int32).repeat(len(found), 1)
+        for index, (proposal, _) in enumerate(found):
+            parents[index, : len(proposal.parents)] = torch.tensor(list(proposal.parents), dtype=torch.int32)
+        return parents
 
 
 class _Row:
-    """One sequence: its tree and its answer."""
+    """One sequence: its tree and its answer, and where its end is in its own tree and in its scope's."""
 
     def __init__(self, token_ids: Sequence[int], answer: Answer, max_depth: int) -> None:
         self.answer = answer
         self.tree = SuffixTree(max_depth)
+        self.cursor = Cursor(self.tree)
         self.num_tokens = len(token_ids)  # committed
+        self._learnt: Cursor | None = None
         self._text = self.tree.open()
         self._waiting = list(token_ids)  # to be indexed
         self.hear(())
@@ -101,9 +103,18 @@ class _Row:
     def hear(self, token_ids: Sequence[int]) -> None:
         """Take in tokens behind those that are known, and index some of what waits."""
         self.num_tokens += len(token_ids)
+        if not self._waiting:
+            self.tree.extend(self._text, token_ids)
+            return
         self._waiting += token_ids
         self.tree.extend(self._text, self._waiting[:_MOST_AT_ONCE])
         del self._waiting[:_MOST_AT_ONCE]
+
+    def cursor_in(self, tree: SuffixTree) -> Cursor:
+        """In the scope's tree, which comes and goes with its answers."""
+        if self._learnt is None or self._learnt.tree is not tree:
+            self._learnt = Cursor(tree)
+        return self._learnt
 
 
 def _digest(token_ids: Sequence[int]) -> bytes:

@@ -5,10 +5,13 @@ are for all scopes together, so their number is bounded too: a scope without ans
 `engine.speculation.suffix`.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.speculation.suffix_tree import SuffixTree
+
+_LEAST_FORGOTTEN = 16  # tokens of answers that go, at each arrival: some 0.1 ms, and more than arrives in a round
 
 
 @dataclass(eq=False, slots=True)
@@ -29,10 +32,11 @@ class AnswerCache:
         self._max_tokens = max_tokens
         self._trees: dict[str, SuffixTree] = {}
         self._answers: dict[Answer, None] = {}  # oldest first
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(tree.num_tokens for tree in self._trees.values())
+        self._closed: dict[tuple[str, bytes], list[Answer]] = {}  # by scope and prompt, those that may be resumed
+        self._leaving: deque[tuple[str, int]] = (
+            deque()
+        )  # (scope, text) of forgotten answers that are still being removed
+        self.num_tokens = 0  # in all trees
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -47,43 +51,68 @@ class AnswerCache:
 
         A preempted sequence comes back like this. Where two said the same it does not matter which one goes on.
         """
-        tree = self._trees.get(scope)
-        for answer in reversed(self._answers):
-            if answer.is_open or answer.scope != scope or answer.prompt != prompt:
-                continue
-            if tree is not None and answer.text_id is not None and list(tree.text(answer.text_id)) == list(token_ids):
+        said = list(token_ids)
+        for answer in reversed(self._closed.get((scope, prompt), [])):
+            assert answer.text_id is not None  # narrowing: only answers with tokens are kept
+            tree = self._trees[scope]
+            if tree.text(answer.text_id).tolist() == said:
+                self._no_longer_closed(answer)
                 answer.is_open = True
                 tree.reopen(answer.text_id)
                 return answer
         return None
 
     def extend(self, answer: Answer, token_ids: Sequence[int]) -> None:
-        """Learn what a sequence said next."""
-        if not token_ids or answer.is_forgotten or not self._max_answers:
-            return
-        tree = self._trees.setdefault(answer.scope, SuffixTree(self._max_depth))
-        if answer.text_id is None:
-            answer.text_id = tree.open()
-            self._answers[answer] = None
-        tree.extend(answer.text_id, token_ids)
-        while len(self._answers) > self._max_answers or self.num_tokens > self._max_tokens:
+        """Learn what a sequence said next, and forget as much or a little more where that is due."""
+        if token_ids and self._max_answers and not answer.is_forgotten:
+            tree = self._trees.setdefault(answer.scope, SuffixTree(self._max_depth))
+            if answer.text_id is None:
+                answer.text_id = tree.open()
+                self._answers[answer] = None
+            tree.extend(answer.text_id, token_ids)
+            self.num_tokens += len(token_ids)
+        while len(self._answers) > self._max_answers:
             self._forget(next(iter(self._answers)))
+        self._remove(max(_LEAST_FORGOTTEN, 2 * len(token_ids)))
 
     def close(self, answer: Answer) -> None:
         """The sequence ended; what it said stays."""
         answer.is_open = False
         if answer.text_id is not None:
             self._trees[answer.scope].close(answer.text_id)
+            self._closed.setdefault((answer.scope, answer.prompt), []).append(answer)
 
     def tree(self, answer: Answer) -> SuffixTree | None:
         """Everything that is known in the answer's scope."""
         return self._trees.get(answer.scope)
 
     def _forget(self, answer: Answer) -> None:
+        """It goes, from now on and piece by piece: a long answer at once would hold up a step for everybody."""
         assert answer.text_id is not None  # narrowing: only answers with tokens are kept
-        tree = self._trees[answer.scope]
-        tree.remove(answer.text_id)
-        if not len(tree):
-            del self._trees[answer.scope]
+        self._leaving.append((answer.scope, answer.text_id))
+        self._trees[answer.scope].close(answer.text_id)
+        if not answer.is_open:
+            self._no_longer_closed(answer)
         del self._answers[answer]
         answer.text_id, answer.is_forgotten = None, True
+
+    def _remove(self, num_tokens: int) -> None:
+        """At most so many tokens of what is forgotten, the oldest first; more is forgotten while there are too many."""
+        while num_tokens and (self._leaving or self.num_tokens > self._max_tokens):
+            if not self._leaving:
+                self._forget(next(iter(self._answers)))
+            scope, text_id = self._leaving[0]
+            tree = self._trees[scope]
+            num_removed, is_gone = tree.shrink(text_id, num_tokens)
+            num_tokens -= num_removed
+            self.num_tokens -= num_removed
+            if is_gone:
+                self._leaving.popleft()
+                if not len(tree):
+                    del self._trees[scope]
+
+    def _no_longer_closed(self, answer: Answer) -> None:
+        key = (answer.scope, answer.prompt)
+        self._closed[key].remove(answer)
+        if not self._closed[key]:
+            del self._closed[key]

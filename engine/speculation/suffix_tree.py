@@ -1,7 +1,7 @@
 """How often every run of tokens occurred in a set of growing texts, and what followed it.
 
 Owns the texts and the index over them; never decides what is drafted. One tree holds one sequence, another the responses of
-a scope (`engine.speculation.suffix`); `engine.speculation.suffix_match` reads it.
+a scope (`engine.speculation.suffix`); `suffix_cursor` and `suffix_match` read it.
 
 It answers like a suffix tree of bounded depth. Source: SuffixDecoding (arXiv 2411.04975, section 3) for what is counted:
 every suffix of every text, cut to `max_depth` tokens, also the one that has just begun; a text's end counts as an occurrence
@@ -32,11 +32,14 @@ class Branch:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth  # tokens of the run
-        self.count = 0
+        self.count = 0  # occurrences, those at a text's end included; of the root and of a node that was given up: 0
         self.last = 0  # time of its latest occurrence
-        self.children: dict[int, _Child] = {}
+        self.children: dict[int, Child] = {}
         self.ends: set[int] = set()  # places behind which nothing follows (yet)
-        self.best: int | None = None  # the most frequent child; None: to be found out
+        self.best: int | None = None  # the most frequent child; None: to be found out, see `SuffixTree.likeliest`
+
+
+Child: TypeAlias = "int | array[int] | Branch"  # one place, a few, many
 
 
 class Few(NamedTuple):
@@ -46,26 +49,20 @@ class Few(NamedTuple):
     depth: int
 
 
-Run: TypeAlias = Branch | Few
-_Child: TypeAlias = "int | array[int] | Branch"  # one place, a few, many
+class Text:
+    """Read-only outside this module."""
 
-
-class Continuation(NamedTuple):
-    """`run` is the run before it and `token_id`."""
-
-    token_id: int
-    times: int
-    run: Run
-
-
-class _Text:
-    __slots__ = ("is_open", "pending", "ticks", "token_ids")
+    __slots__ = ("first", "is_open", "pending", "ticks", "token_ids")
 
     def __init__(self) -> None:
+        self.first = 0  # suffixes that begin before it are forgotten
         self.token_ids = array("i")
         self.ticks = array("q")  # when each token came, for ties between texts that grow at the same time
         self.is_open = True
         self.pending: list[tuple[int, Branch]] = []  # (start, node) of the suffixes that wait for the next token
+
+
+Occurrence: TypeAlias = "tuple[Text, int]"  # of a run: the text, and the index of the token behind it
 
 
 class SuffixTree:
@@ -74,8 +71,8 @@ class SuffixTree:
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
         self.num_tokens = 0
-        self._root = Branch(0)
-        self._texts: dict[int, _Text] = {}
+        self.root = Branch(0)
+        self._texts: dict[int, Text] = {}
         self._next_text = 0
         self._tick = 0
 
@@ -88,7 +85,7 @@ class SuffixTree:
     def open(self) -> int:
         """A new, empty text; returns its id."""
         text_id, self._next_text = self._next_text, self._next_text + 1
-        self._texts[text_id] = _Text()
+        self._texts[text_id] = Text()
         return text_id
 
     def extend(self, text_id: int, token_ids: Iterable[int]) -> None:
@@ -112,14 +109,22 @@ class SuffixTree:
             if isinstance(run, Branch):
                 text.pending.append((start, run))
 
-    def remove(self, text_id: int) -> None:
-        """Forget every occurrence in the text. O(its tokens * max_depth) at worst."""
+    def shrink(self, text_id: int, num_tokens: int) -> tuple[int, bool]:
+        """Forget the beginning of a text, which then grows no more; (tokens forgotten, whether nothing is left of it).
+
+        At most `num_tokens`. O(num_tokens * max_depth) at worst.
+        """
         self.close(text_id)
-        token_ids = self._texts[text_id].token_ids
-        for start in range(len(token_ids)):
-            self._remove_suffix(token_ids, start, text_id << _OFFSET_BITS | start)
-        self.num_tokens -= len(token_ids)
-        del self._texts[text_id]
+        text = self._texts[text_id]
+        first = text.first
+        text.first = end = min(first + num_tokens, len(text.token_ids))
+        for start in range(first, end):
+            self._remove_suffix(text.token_ids, start, text_id << _OFFSET_BITS | start)
+        self.num_tokens -= end - first
+        is_gone = end == len(text.token_ids)
+        if is_gone:
+            del self._texts[text_id]
+        return end - first, is_gone
 
     # ---- reading ----
 
@@ -127,83 +132,37 @@ class SuffixTree:
         """Its tokens; read-only."""
         return self._texts[text_id].token_ids
 
-    def find(self, token_ids: array[int]) -> Run | None:
+    def find(self, token_ids: array[int]) -> Branch | Few | None:
         """All occurrences of 1 to max_depth - 1 tokens; None where there is none."""
-        branch = self._root
+        branch = self.root
         for depth, token_id in enumerate(token_ids, start=1):
             child = branch.children.get(token_id)
             if child is None:
                 return None
             if not isinstance(child, Branch):
-                places = self._followed_by(_places(child), depth, token_ids[depth:])
+                places = self._followed_by(places_of(child), depth, token_ids[depth:])
                 return Few(places, len(token_ids)) if places else None
             branch = child
         return branch
 
-    def count(self, run: Run) -> int:
-        """Its occurrences, those at the end of a text included."""
-        return run.count if isinstance(run, Branch) else len(run.places)
-
-    def preceded(self, run: Few, token_id: int) -> Few | None:
-        """All occurrences of `token_id` and the run behind it: `find`, much faster."""
-        places = []
-        for place in run.places:
-            start = place & _OFFSET_MASK
-            if start and self._texts[place >> _OFFSET_BITS].token_ids[start - 1] == token_id:
-                places.append(place - 1)
-        return Few(places, run.depth + 1) if places else None
-
-    def following(self, run: Few, num_tokens: int) -> array[int]:
-        """What followed a run that occurred once; at most `num_tokens`, less at the text's end."""
-        place = run.places[0]
-        start = (place & _OFFSET_MASK) + run.depth
-        return self._texts[place >> _OFFSET_BITS].token_ids[start : start + num_tokens]
-
-    def goes_on(self, run: Run) -> bool:
-        """Whether anything ever followed it."""
-        if isinstance(run, Branch):
-            return bool(run.children)
+    def occurrences(self, places: Iterable[int], depth: int) -> list[Occurrence]:
+        """Where runs of `depth` tokens at these places end."""
         texts = self._texts
-        return any(
-            (place & _OFFSET_MASK) + run.depth < len(texts[place >> _OFFSET_BITS].token_ids) for place in run.places
-        )
+        return [(texts[place >> _OFFSET_BITS], (place & _OFFSET_MASK) + depth) for place in places]
 
-    def likeliest(self, run: Run) -> Continuation | None:
-        """What followed most often; of equals the one seen last. None: nothing ever followed."""
-        if isinstance(run, Branch):
-            if run.best is None:
-                run.best = self._best_of(run)
-            return None if run.best is None else _continuation(run, run.best)
-        following = self._split(run)
-        if not following:
-            return None
-        most = max(map(len, following.values()))
-        equals = [token_id for token_id, there in following.items() if len(there) == most]
-        depth = run.depth + 1
-        if len(equals) > 1:
-            equals.sort(key=lambda token_id: self._latest(following[token_id], depth))
-        return Continuation(equals[-1], most, Few(following[equals[-1]], depth))
-
-    def continuations(self, run: Run, least_count: float) -> list[Continuation]:
-        """Everything that followed at least `least_count` times, the likeliest first. O(all that followed)."""
-        if isinstance(run, Branch):
-            tokens = [token_id for token_id, child in run.children.items() if _count(child) >= least_count]
-            found = [_continuation(run, token_id) for token_id in tokens]
-        else:
-            found = [
-                Continuation(token_id, len(there), Few(there, run.depth + 1))
-                for token_id, there in self._split(run).items()
-                if len(there) >= least_count
-            ]
-        return sorted(found, key=_fewest_last)
+    def likeliest(self, branch: Branch) -> int | None:
+        """The token that followed most often; of equals the one seen last. None: nothing ever followed."""
+        if branch.best is None:
+            branch.best = self._best_of(branch)
+        return branch.best
 
     # ---- appending ----
 
-    def _append(self, text: _Text, base: int, token_id: int) -> None:
+    def _append(self, text: Text, base: int, token_id: int) -> None:
         self._tick += 1
         self.num_tokens += 1
         arriving = text.pending
-        arriving.append((len(text.token_ids), self._root))
+        arriving.append((len(text.token_ids), self.root))
         text.pending = []
         text.token_ids.append(token_id)
         text.ticks.append(self._tick)
@@ -222,7 +181,7 @@ class SuffixTree:
             else:
                 count = self._join(branch, token_id, child, place)
             best = branch.best
-            if best is not None and best != token_id and count >= _count(branch.children[best]):
+            if best is not None and best != token_id and count >= times(branch.children[best]):
                 branch.best = token_id
 
     def _join(self, branch: Branch, token_id: int, child: int | array[int], place: int) -> int:
@@ -256,7 +215,7 @@ class SuffixTree:
     # ---- removing ----
 
     def _remove_suffix(self, token_ids: array[int], start: int, place: int) -> None:
-        branch = self._root
+        branch = self.root
         path: list[tuple[Branch, int, Branch]] = []
         for offset in range(start, len(token_ids)):
             token_id = token_ids[offset]
@@ -282,11 +241,12 @@ class SuffixTree:
 
     def _places_under(self, branch: Branch) -> array[int]:
         """Of a node that is given up. None of its children is a node: a child has no more occurrences than its parent."""
+        branch.count = 0
         places = array("q", branch.ends)
         for child in branch.children.values():
             if isinstance(child, Branch):
                 raise RuntimeError("a rare run has a frequent continuation")
-            places.extend(_places(child))
+            places.extend(places_of(child))
         for place in branch.ends:
             text = self._texts[place >> _OFFSET_BITS]
             text.pending = [one for one in text.pending if one[1] is not branch]
@@ -305,53 +265,29 @@ class SuffixTree:
                 found.append(place)
         return found
 
-    def _split(self, run: Few) -> dict[int, list[int]]:
-        """The places by the token that followed there."""
-        following: dict[int, list[int]] = {}
-        if run.depth == self.max_depth:
-            return following
-        for place in run.places:
-            token_ids = self._texts[place >> _OFFSET_BITS].token_ids
-            end = (place & _OFFSET_MASK) + run.depth
-            if end < len(token_ids):
-                following.setdefault(token_ids[end], []).append(place)
-        return following
-
     def _best_of(self, branch: Branch) -> int | None:
         """The same that counting from the start would have found: the last one to reach the highest count."""
-        most = max(map(_count, branch.children.values()), default=0)
-        equals = [token_id for token_id, child in branch.children.items() if _count(child) == most]
+        most = max(map(times, branch.children.values()), default=0)
+        equals = [token_id for token_id, child in branch.children.items() if times(child) == most]
         if len(equals) > 1:
             equals.sort(key=lambda token_id: self._last(branch.children[token_id], branch.depth + 1))
         return equals[-1] if equals else None
 
-    def _last(self, child: _Child, depth: int) -> int:
-        return child.last if isinstance(child, Branch) else self._latest(_places(child), depth)
+    def _last(self, child: Child, depth: int) -> int:
+        return child.last if isinstance(child, Branch) else self._latest(places_of(child), depth)
 
     def _latest(self, places: Iterable[int], depth: int) -> int:
         """When the latest occurrence of a run of `depth` tokens was complete."""
         return max(self._texts[place >> _OFFSET_BITS].ticks[(place & _OFFSET_MASK) + depth - 1] for place in places)
 
 
-def _continuation(branch: Branch, token_id: int) -> Continuation:
-    child = branch.children[token_id]
-    if isinstance(child, Branch):
-        return Continuation(token_id, child.count, child)
-    places = _places(child)
-    return Continuation(token_id, len(places), Few(places, branch.depth + 1))
-
-
-def _fewest_last(continuation: Continuation) -> int:
-    return -continuation.times
-
-
-def _count(child: _Child) -> int:
+def times(child: Child) -> int:
     if isinstance(child, int):
         return 1
     return child.count if isinstance(child, Branch) else len(child)
 
 
-def _places(child: int | array[int]) -> Sequence[int]:
+def places_of(child: int | array[int]) -> Sequence[int]:
     """Of a child that is no node."""
     return (child,) if isinstance(child, int) else child
 

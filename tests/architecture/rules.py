@@ -68,6 +68,7 @@ ENGINE_LAYERS = {
     "engine.speculation.eagle_tree": 5.4,
     "engine.speculation.eagle_weights": 5.4,
     "engine.speculation.suffix_tree": 5.2,
+    "engine.speculation.suffix_cursor": 5.25,
     "engine.speculation.suffix_match": 5.3,
     "engine.speculation.suffix_cache": 5.3,
     "engine.speculation.mtp_head": 5.2,

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from engine.speculation.suffix_cursor import Cursor
 from engine.speculation.suffix_match import MatchRule, best_proposal
 from engine.speculation.suffix_tree import SuffixTree
 
@@ -25,6 +26,7 @@ def compare(seed: int, is_tree: bool) -> tuple[int, int]:
     )
     theirs, ours = suffix_decoding._C.SuffixTree(depth), SuffixTree(depth)
     texts = {ours.open(): [] for _ in range(num_texts)}
+    cursors = {text_id: Cursor(ours) for text_id in texts}
     phrase = [generator.randrange(alphabet) for _ in range(generator.randint(1, 30))]
     compared = equal = 0
     for _ in range(150):
@@ -43,7 +45,7 @@ def compare(seed: int, is_tree: bool) -> tuple[int, int]:
             generator.choice(LEAST),
         )
         expected = theirs.speculate(history[-depth:], most, factor, 0.0, least, is_tree)
-        proposal = best_proposal(ours, history, MatchRule(factor, least, is_tree), most)
+        proposal = best_proposal(ours, cursors[text_id].suffixes(history), MatchRule(factor, least, is_tree), most)
         same = expected.token_ids == list(proposal.token_ids) and expected.parents == list(proposal.parents)
         compared, equal = compared + 1, equal + same
         if is_tree or same:

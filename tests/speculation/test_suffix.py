@@ -97,6 +97,43 @@ def test_tokens_are_bounded_too() -> None:
     assert asked(speculator, [5, 40, 41]) == [42, 43]
 
 
+def test_a_long_answer_is_forgotten_in_pieces() -> None:
+    """All at once it would hold up a step for everybody; what arrives meanwhile goes on being learnt."""
+    speculator = suffix(max_cached_tokens=1000)
+    speculator.begin(SequenceStart(0, (1, 2), 2))
+    speculator.observe([CommittedSpan(0, 1, (2, *([300] * 999)), 300, (), None)])
+    speculator.end(0)
+    speculator.begin(SequenceStart(1, (1, 2), 2))
+    known, most = speculator._cache.num_tokens, 0
+    for token in range(200):
+        tell(speculator, 1, [1, 2, *range(token)], [token])
+        most = max(most, known + 1 - speculator._cache.num_tokens)
+        known = speculator._cache.num_tokens
+    assert 1 < most <= 16
+    assert known == 200
+    assert asked(speculator, [5, 300]) == []
+    assert asked(speculator, [5, 40, 41]) == [42, 43]
+
+
+def test_a_piece_is_larger_than_what_arrives() -> None:
+    speculator = suffix(max_cached_tokens=500)
+    for number in range(8):
+        speculator.begin(SequenceStart(0, (1, 2), 2))
+        speculator.observe([CommittedSpan(0, 1, (2, *([number] * 299)), number, (), None)])
+        speculator.end(0)
+        assert speculator._cache.num_tokens <= 500
+
+
+def test_an_answer_that_is_being_forgotten_is_not_resumed() -> None:
+    speculator = suffix(max_cached_requests=1)
+    say(speculator, 0, [1, 2], ANSWER * 20)
+    say(speculator, 0, [5, 6], [60])
+    speculator.begin(SequenceStart(3, (1, 2, *ANSWER * 20), 2))
+    tell(speculator, 3, [1, 2, *ANSWER * 20], [61])
+    speculator.end(3)
+    assert speculator._cache.num_tokens == 20 * len(ANSWER) + 1
+
+
 def test_no_cache_means_no_cache() -> None:
     speculator = suffix(max_cached_requests=0)
     say(speculator, 0, [1, 2], ANSWER)
