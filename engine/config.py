@@ -234,6 +234,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._refuse_unread(given, TREE_OPTIONS, TREE_DRAFTERS)
         self._refuse_unread(given, EAGLE_OPTIONS, EAGLE_DRAFTERS)
         self._refuse_unread(given, MTP_OPTIONS, ("mtp",))
+        if not self.suffix_max_cached_requests:
+            _refuse(
+                given,
+                ("suffix_max_cached_tokens", "suffix_share"),
+                "says nothing with --suffix-max-cached-requests 0, which keeps no answers",
+            )
         if self.executor == "sim":
             _refuse(given, LOOKUP_OPTIONS + SUFFIX_OPTIONS, "says nothing with --executor sim, which looks nothing up")
             _refuse(

@@ -14,10 +14,9 @@ from engine.model.arch import ArchConfig, read_arch
 from engine.model.weights import expected_shapes, load_model
 from engine.speculation.draft_model import DraftModelSpeculator
 from engine.speculation.draft_options import read_draft_options
-from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts
+from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts, draft_model_files
 from engine.speculation.speculator import Capabilities, Speculator
 from engine.speculation.vocabulary import TokenMap, share_vocabulary
-from protocol.model_files import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class DraftModelRecipe(Recipe):
             )
         if facts.files is None:
             raise ValueError("--speculator draft_model needs a target with files: tokens are compared by their strings")
-        self._files = resolve(settings.draft_model)
+        self._files = draft_model_files(settings.draft_model)
         arch = read_arch(self._files)
         self._vocabulary = share_vocabulary(facts.files, self._files, facts.vocab_size, arch.vocab_size)
         self._dtype = facts.dtype

@@ -29,9 +29,9 @@ from engine.speculation.eagle_weights import (
     read_map,
 )
 from engine.speculation.first_token_watch import FirstTokenWatch
-from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts
+from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts, draft_model_files
 from engine.speculation.speculator import Capabilities, Speculator
-from protocol.model_files import ModelFilesError, resolve
+from protocol.model_files import ModelFilesError
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class _EagleRecipe(Recipe):
             other = "eagle" if generation == 3 else "eagle3"
             raise ValueError(f"{self._tensors.directory} is an {other} drafter: say --speculator {other}")
         expected = expected_tensors(shape)
-        self._tensors.check(expected, _MAPS if shape.has_map else frozenset(), f"an {name} drafter")
+        self._tensors.check(expected, _unread(self._tensors, shape, settings), f"an {name} drafter")
         read_map(self._tensors, shape, torch.device("cpu"))  # refused now rather than after the target is loaded
         self._shape = shape
         taps = tuple(dict.fromkeys(shape.facts.taps))  # the target gives each once
@@ -126,7 +126,7 @@ def _open(
         raise ValueError(
             f"--speculator {name} needs --draft-model: the directory of the drafter's config.json and weights"
         )
-    files = resolve(settings.draft_model)
+    files = draft_model_files(settings.draft_model)
     if files.kind != "hf":
         raise ModelFilesError(f"{files.path}: an {name} drafter is a Hugging Face directory, not a GGUF file")
     tensors = DrafterTensors(files.path)
@@ -149,6 +149,11 @@ def _shape(
     resolved = resolve_facts(layout, config, tensors, facts.arch.num_layers, settings.eagle)
     if layout.generation == 1 and len(resolved.taps) != 1:
         raise ValueError("--eagle-taps: an EAGLE-1/2 drafter reads one hidden state")
+    if settings.eagle.final_norm is not None and facts.arch.num_layers not in resolved.taps:
+        raise ValueError(
+            f"--eagle-final-norm says nothing: the target's final norm comes behind hidden state {facts.arch.num_layers}, "
+            f"and the drafter reads {', '.join(map(str, resolved.taps))}"
+        )
     shape = EagleShape(
         arch=arch,
         facts=resolved,
@@ -192,6 +197,14 @@ def _draft_vocab_size(tensors: DrafterTensors, config: Mapping[str, object], voc
     if type(size) is not int or not 1 <= size <= vocab_size:
         raise tensors.refusal(f"a draft vocabulary of {size!r:.40} tokens does not fit the target's {vocab_size}")
     return size
+
+
+def _unread(tensors: DrafterTensors, shape: EagleShape, settings: SpeculationSettings) -> frozenset[str]:
+    """Tensors that may be there without being weights of the head: the maps, and norms a user said do not run."""
+    unread = _MAPS if shape.has_map else frozenset()
+    if settings.eagle.feature_norm is not None:
+        unread |= frozenset(tensors.matching("input_norm.") + tensors.matching("fc_norm."))
+    return unread
 
 
 def _check_shared(tensors: DrafterTensors, shape: EagleShape, settings: SpeculationSettings) -> None:

@@ -15,9 +15,9 @@ from engine.speculation.medusa import MedusaSpeculator
 from engine.speculation.medusa_heads import load_heads, num_weight_bytes
 from engine.speculation.medusa_layout import MedusaShape, read_shape
 from engine.speculation.medusa_tree import FixedTree, best_tree
-from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts
+from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts, draft_model_files
 from engine.speculation.speculator import Capabilities, Speculator
-from protocol.model_files import ModelFilesError, resolve
+from protocol.model_files import ModelFilesError
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class MedusaRecipe(Recipe):
             raise ValueError(
                 "--speculator medusa needs --draft-model: the directory of the heads' config.json and weights"
             )
-        files = resolve(settings.draft_model)
+        files = draft_model_files(settings.draft_model)
         if files.kind != "hf":
             raise ModelFilesError(f"{files.path}: Medusa heads are a Hugging Face directory, not a GGUF file")
         self._tensors = DrafterTensors(files.path)

@@ -19,9 +19,9 @@ from engine.speculation.mtp_head import MtpModule, TargetNorm
 from engine.speculation.mtp_layout import MtpFacts, recognise
 from engine.speculation.mtp_modules import MtpModulesSpeculator
 from engine.speculation.mtp_weights import check_tensors, load_modules
-from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts
+from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts, draft_model_files
 from engine.speculation.speculator import Capabilities, Speculator
-from protocol.model_files import ModelFiles, ModelFilesError, resolve
+from protocol.model_files import ModelFiles, ModelFilesError
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class MtpRecipe(Recipe):
 
 
 def _files(settings: SpeculationSettings, facts: TargetFacts) -> ModelFiles:
-    files = facts.files if settings.draft_model is None else resolve(settings.draft_model)
+    files = facts.files if settings.draft_model is None else draft_model_files(settings.draft_model)
     if files is None:
         raise ValueError("--speculator mtp needs a target with files: its MTP modules are among them")
     if files.kind != "hf":

@@ -15,7 +15,7 @@ from engine.kv.pool import KVPool, KVShape
 from engine.model.arch import ArchConfig
 from engine.model.decoder import DecoderModel
 from engine.speculation.speculator import Capabilities, Speculator
-from protocol.model_files import ModelFiles
+from protocol.model_files import ModelFiles, ModelFilesError, resolve
 
 Progress = Callable[[int, int], None]  # (bytes of the files done, bytes in total)
 
@@ -85,6 +85,14 @@ class Target:
     num_blocks: int
     block_size: int  # tokens
     pool: KVPool | None = None  # the target's own keys and values; None in tests of drafters that look at none
+
+
+def draft_model_files(draft_model: str) -> ModelFiles:
+    """The files that `--draft-model` names. Raises `ModelFilesError` naming the option: --model is resolved the same way."""
+    try:
+        return resolve(draft_model)
+    except ModelFilesError as error:
+        raise ModelFilesError(f"--draft-model: {error}") from error
 
 
 class Recipe(ABC):
