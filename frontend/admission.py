@@ -1,7 +1,7 @@
 """How much work this frontend takes on at once.
 
-Owns the two totals in flight, sequences and prompt tokens; both are reserved before the work they bound (a burst that is
-refused must not have been tokenised first). Never queues: waiting happens in the engine. Called by `frontend.completions`.
+Owns the totals in flight: sequences and prompt tokens, reserved before the work they bound (a burst that is refused must not
+have been tokenised first), and the memory in which log-probabilities wait for their answer, reserved at its most. Never queues: waiting happens in the engine. Called by `frontend.completions`.
 With several frontends each has its own totals; the engine's limits are the exact ones.
 """
 
@@ -23,6 +23,7 @@ class Admission:
         self.is_draining = False
         self.sequences = 0
         self.prompt_tokens = 0
+        self.logprob_bytes = 0
 
     def leave(self) -> None:
         """Tell balancers to send no more, by `/ready`, and still serve what they send until they know."""
@@ -59,6 +60,20 @@ class Admission:
                 f"this server is full: {self.prompt_tokens} prompt tokens are in flight, the limit is {limit}"
             )
 
+    def refuse_logprobs(self, num_bytes: int) -> None:
+        """Raise ApiError(503) if so many more bytes of log-probabilities might be too many."""
+        limit = self._config.max_inflight_logprobs_mib << 20
+        if self.logprob_bytes and self.logprob_bytes + num_bytes > limit:
+            self._metrics.rejected("max_inflight_logprobs")
+            raise overloaded(
+                f"this server is full: log-probabilities of answers in flight may take {_mib(self.logprob_bytes)} MiB, this "
+                f"request's {_mib(num_bytes)} (by its max_tokens), the limit is {self._config.max_inflight_logprobs_mib}"
+            )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.4g}"
+
 
 class Reservation:
     """One request's share of the totals."""
@@ -68,6 +83,7 @@ class Reservation:
         self._num_sequences = num_sequences
         self._token_limit = token_limit
         self._num_tokens = 0
+        self._logprob_bytes = 0
 
     def __enter__(self) -> "Reservation":
         self._admission.sequences += self._num_sequences
@@ -78,6 +94,7 @@ class Reservation:
     ) -> None:
         self._admission.sequences -= self._num_sequences
         self._admission.prompt_tokens -= self._num_tokens
+        self._admission.logprob_bytes -= self._logprob_bytes
 
     def reserve_tokens(self, num_tokens: int) -> None:
         """Called with a lower bound before tokenising, then with the true number. Raises ApiError(503)."""
@@ -86,3 +103,10 @@ class Reservation:
             self._admission.refuse_tokens(added, self._token_limit)
         self._admission.prompt_tokens += added
         self._num_tokens = num_tokens
+
+    def reserve_logprobs(self, num_bytes: int) -> None:
+        """What the request's log-probabilities can take at most. Raises ApiError(503)."""
+        if num_bytes:
+            self._admission.refuse_logprobs(num_bytes)
+            self._admission.logprob_bytes += num_bytes
+            self._logprob_bytes += num_bytes

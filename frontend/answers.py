@@ -140,8 +140,7 @@ class Answer(ABC):
     def _prompt_logprobs(self, choice: Choice) -> Json:
         if not self.options.prompt_logprobs:
             return {}
-        prompt, report = self.generation.prompt_of(choice)
-        given = report.logprobs if report is not None else None
+        prompt, given = self.generation.prompt_of(choice)
         listed = None if given is None else prompt_logprobs(prompt.token_ids, given, self.tokenizer)
         return {"prompt_logprobs": listed}
 
@@ -182,11 +181,10 @@ class CompletionAnswer(Answer):
 
     def _logprobs(self, choice: Choice, piece: Piece, echoes: bool) -> Json:
         shift = len(self._echo(choice)) if self.options.echo else 0
-        columns = completion_logprobs(piece.entries, self.tokenizer, shift)
+        columns = completion_logprobs(piece.entries or (), self.tokenizer, shift)
         if not echoes:
             return columns
-        prompt, report = self.generation.prompt_of(choice)
-        given = None if report is None else report.logprobs
+        prompt, given = self.generation.prompt_of(choice)
         before = completion_logprobs(prompt_entries(prompt.token_ids, given, self.tokenizer), self.tokenizer, 0)
         return {name: before[name] + column for name, column in columns.items()}
 
@@ -238,6 +236,6 @@ class ChatAnswer(Answer):
         return {
             "index": choice.index,
             **said,
-            "logprobs": chat_logprobs(piece.entries, self.tokenizer) if self.options.logprobs else None,
+            "logprobs": chat_logprobs(piece.entries or (), self.tokenizer) if self.options.logprobs else None,
             **self._ending(piece),
         }

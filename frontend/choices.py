@@ -6,15 +6,16 @@ Called by `frontend.generation`.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from frontend.packed_logprobs import PackedLogprobs, TokenEntries, TokenEntry
 from frontend.prediction import PredictionUse
 from frontend.spec_stats import WantedStatistics
 from frontend.stop_strings import StopMatcher
 from frontend.tokenizer import Tokenizer
-from protocol.messages import Finish, PromptReport, SequenceOutput, TokenLogprobs
+from protocol.messages import Finish, SequenceOutput
 from protocol.reasons import CloseReason, FinishReason
 
 _UNNATURAL = (FinishReason.ERROR, FinishReason.ABORT)
@@ -39,15 +40,6 @@ class TextSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenEntry:
-    """Log-probabilities of one token, and where its text begins in the child's text (characters)."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
 class CloseOrder:
     """What the engine must be told about a child."""
 
@@ -61,7 +53,7 @@ class Piece:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    entries: list[TokenEntry] = field(default_factory=list)
+    entries: TokenEntries | None = None  # None: nobody asked for log-probabilities, or there is no token
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     is_first: bool = True  # of its child
@@ -79,7 +71,6 @@ class Choice:
     def __init__(self, index: int, tokenizer: Tokenizer, settings: TextSettings) -> None:
         self.index = index
         self.num_tokens = 0  # that belong to the answer: up to and including the one that completed a stop
-        self.prompt: PromptReport | None = None
         self.failure: Finish | None = None
         self.finish_reason = "abort"  # until it has ended by itself
         self.is_seen = False  # a piece of it was taken
@@ -121,8 +112,6 @@ class Choice:
         return order
 
     def _push(self, output: SequenceOutput) -> CloseOrder | None:
-        if output.prompt is not None:
-            self.prompt = output.prompt
         if self.statistics is not None and output.round is not None:
             # In every state: the engine has counted rounds behind a stop string too, the last rides on the closing output.
             self.statistics.add(output.round)
@@ -173,8 +162,9 @@ class Choice:
         self._pending.text += piece.text
         self._pending.token_ids.extend(kept)
         if self._offsets is not None:
+            entries = self._pending.entries = self._pending.entries or TokenEntries()
             for token_id, logprobs in zip(kept, output.logprobs or [None] * len(kept)):
-                self._pending.entries.append(TokenEntry(token_id, logprobs, self._offsets.advance(token_id)))
+                entries.append(token_id, logprobs, self._offsets.advance(token_id))
 
     def _end(self, finish: Finish | None) -> CloseOrder | None:
         matched = self._matcher.matched
@@ -216,11 +206,9 @@ class _Offsets:
 
 
 def prompt_entries(
-    token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs | None, ...] | None, tokenizer: Tokenizer
-) -> list[TokenEntry]:
+    token_ids: tuple[int, ...], logprobs: PackedLogprobs | None, tokenizer: Tokenizer
+) -> Iterator[TokenEntry]:
     """The prompt's tokens as entries, for `echo`. The first has no log-probability: nothing precedes it."""
     offsets = _Offsets(tokenizer, skip_special_tokens=False)
-    return [
-        TokenEntry(token_id, given, offsets.advance(token_id))
-        for token_id, given in zip(token_ids, logprobs or [None] * len(token_ids))
-    ]
+    for token_id, given in zip(token_ids, logprobs or [None] * len(token_ids)):
+        yield TokenEntry(token_id, given, offsets.advance(token_id))

@@ -111,6 +111,7 @@ async def _admitted(
             level = server.config.per_request_spec_decode_metrics
             job = await off_loop(draft.num_chars, job_of, draft, server.text, hello, level)
         reservation.reserve_tokens(job.num_prompt_tokens)
+        reservation.reserve_logprobs(job.most_logprob_bytes)
         _check_deadline(server, deadline)
         try:
             yield replace(job, deadline=deadline, scope=scope)
@@ -218,7 +219,7 @@ async def _send_pieces(request: web.Request, answer: Answer, events: EventStream
     deadline = answer.generation.job.deadline
     while moved := await _moved(answer.generation):
         taken = [(choice, piece) for choice in moved if (piece := choice.take()) is not None]
-        if sum(len(piece.entries) for _, piece in taken) > MANY_ENTRIES:
+        if sum(len(piece.entries or ()) for _, piece in taken) > MANY_ENTRIES:
             chunks = await asyncio.to_thread(_chunks, answer, taken)
         else:
             chunks = _chunks(answer, taken)

@@ -54,6 +54,15 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
             ge=1, description="most prompt tokens in flight in this frontend; default: what the engine holds and queues"
         ),
     ] = None
+    max_inflight_logprobs_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 20,
+            description="most MiB in this frontend for log-probabilities of answers in flight, each counted as long as its "
+            "max_tokens allow",
+        ),
+    ] = 2048
     drain_timeout_s: Annotated[
         float, Meta(ge=0, le=3600, description="seconds that running requests get to finish after SIGTERM")
     ] = 8.0

@@ -18,12 +18,13 @@ from frontend.deadlines import Deadline
 from frontend.errors import ApiError, overloaded
 from frontend.metrics import FrontendMetrics
 from frontend.observations import FinishedChoice
+from frontend.packed_logprobs import PackedLogprobs, most_bytes
 from frontend.prompt_run import OutputStream, Prompt, PromptRun, Times
 from frontend.request_trace import RequestTrace
 from frontend.spans import TraceLevel
 from frontend.streams import EngineLost
 from frontend.tokenizer import Tokenizer
-from protocol.messages import Finish, PromptReport, SequenceOutput, SimScript
+from protocol.messages import Finish, SequenceOutput, SimScript
 from protocol.reasons import FinishReason, RejectReason
 from protocol.sampling import SamplingParams
 
@@ -78,6 +79,15 @@ class Job:
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def most_logprob_bytes(self) -> int:
+        """What its log-probabilities can take at most while they wait for the answer to be written."""
+        return sum(
+            self.n * most_bytes(prompt.sampling.max_tokens, prompt.sampling.logprobs)
+            + most_bytes(len(prompt.token_ids), prompt.sampling.prompt_logprobs)
+            for prompt in self.prompts
+        )
 
 
 @dataclass(slots=True)
@@ -191,9 +201,10 @@ class Generation:
         reached = [first_s for first_s in times if first_s is not None]
         return min(reached) - self.arrived_s if reached else None
 
-    def prompt_of(self, choice: Choice) -> tuple[Prompt, PromptReport | None]:
+    def prompt_of(self, choice: Choice) -> tuple[Prompt, PackedLogprobs | None]:
+        """A child's prompt, and its log-probabilities where they were asked for and are there."""
         running = self._running[choice.index // self.job.n]
-        return running.prompt, running.report
+        return running.prompt, running.prompt_logprobs
 
     async def changed(self) -> list[Choice]:
         """Wait for the engine and return the children that moved; empty once all have ended.
@@ -251,7 +262,8 @@ class Generation:
         by_child: dict[int, list[SequenceOutput]] = {}
         for output in outputs:
             by_child.setdefault(output.index, []).append(output)
-            running.report = output.prompt or running.report
+            if output.prompt is not None:
+                running.take_report(output.prompt)
         moved, failed = [], []
         for child, steps in by_child.items():
             choice = running.choices[child]

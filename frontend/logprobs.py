@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from frontend.choices import TokenEntry
+from frontend.packed_logprobs import TokenEntry
 from frontend.tokenizer import Tokenizer
 from protocol.messages import TokenLogprobs
 
@@ -58,7 +58,7 @@ def chat_logprobs(entries: Iterable[TokenEntry], tokenizer: Tokenizer) -> Json:
 
 
 def prompt_logprobs(
-    token_ids: tuple[int, ...], given: tuple[TokenLogprobs | None, ...], tokenizer: Tokenizer
+    token_ids: tuple[int, ...], given: Iterable[TokenLogprobs | None], tokenizer: Tokenizer
 ) -> list[Json | None]:
     """vLLM's list: null for the first token, then {token id: {logprob, rank, decoded_token}}."""
     return [

@@ -27,6 +27,7 @@ REJECTION_REASONS: Final = (
     "draining",
     "engine_down",
     "queue_timeout",
+    "max_inflight_logprobs",
 )
 ABANDONED_STAGES: Final = ("body", "tokenize")
 TRACE_DECISIONS: Final = ("sampled", "unsampled", "limited")

@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from frontend.choices import Choice
+from frontend.packed_logprobs import PackedLogprobs
 from protocol.messages import PromptReport, SequenceOutput
 from protocol.reasons import CloseReason
 from protocol.sampling import SamplingParams
@@ -60,11 +63,17 @@ class PromptRun:
     choices: list[Choice]
     submitted_s: float
     times: list[Times] = field(default_factory=list)
-    report: PromptReport | None = None
+    report: PromptReport | None = None  # without the log-probabilities
+    prompt_logprobs: PackedLogprobs | None = None
     task: "asyncio.Task[list[SequenceOutput]] | None" = None
 
     def __post_init__(self) -> None:
         self.times = [Times() for _ in self.choices]
+
+    def take_report(self, report: PromptReport) -> None:
+        if report.logprobs is not None:
+            self.prompt_logprobs = PackedLogprobs(report.logprobs)
+        self.report = msgspec.structs.replace(report, logprobs=None)
 
     @property
     def is_over(self) -> bool:

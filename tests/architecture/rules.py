@@ -156,6 +156,7 @@ FRONTEND_LAYERS = {
     # a request
     "frontend.chat": 3.5,
     "frontend.sampling_fields": 3.5,
+    "frontend.packed_logprobs": 3.4,
     "frontend.choices": 3.5,
     "frontend.prompt_run": 3.55,
     "frontend.generation": 3.6,
