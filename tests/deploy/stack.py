@@ -2,6 +2,9 @@
 
 Owns images (built from this tree), base images where no registry is reachable, ports, and ending it all. It says what
 containers there are and runs commands in them; what is asked of the stack is the test's.
+
+`python3 -m tests.deploy.stack` only builds the images, which the test then finds: .ci/run does it beside other work, before
+there is an environment, so this file needs the standard library alone.
 """
 
 import json
@@ -9,6 +12,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -35,6 +39,11 @@ def why_not() -> str | None:
     """The reason why the stack cannot run here, or None."""
     if os.environ.get("COMPOSE_TEST") != "1":
         return "builds images and runs the stack in Docker, some minutes: make compose-test"
+    return no_docker()
+
+
+def no_docker() -> str | None:
+    """What is missing here of a Docker engine and its Compose, or None."""
     if shutil.which("docker") is None or not _compose_command():
         return "docker or docker-compose is not installed (tests/deploy/docker_engine.sh installs them on Debian)"
     if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0:
@@ -144,10 +153,8 @@ def inspect(container: str) -> dict[str, Any]:
 @contextmanager
 def running(**replicas: int) -> Iterator[Stack]:
     """The stack, built from this tree and started; gone, with its volumes, behind the block."""
-    _have_base_images()
-    api_port, prometheus_port = _free_ports(2)
-    stack = Stack(f"drafthouse-test-{os.getpid()}", api_port, prometheus_port)
-    stack.compose("build", timeout_s=BUILD_TIMEOUT_S)
+    stack = Stack(f"drafthouse-test-{os.getpid()}", *_free_ports(2))
+    build_images(stack)
     try:
         stack.up(**replicas)
         yield stack
@@ -170,6 +177,12 @@ def wait_until(claim: str, holds: Any, timeout_s: float = 90.0) -> None:
         time.sleep(0.25)
 
 
+def build_images(stack: Stack) -> None:
+    """All images of the stack; what was built before from the same files is there already."""
+    _have_base_images()
+    stack.compose("build", timeout_s=BUILD_TIMEOUT_S)
+
+
 def _have_base_images() -> None:
     for image in BASE_IMAGES:
         present = subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False)
@@ -187,3 +200,17 @@ def _free_ports(count: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
+
+
+def main() -> int:
+    if reason := no_docker():
+        print(f"no images were built: {reason}")
+        return 0
+    started_s = time.monotonic()
+    build_images(Stack("drafthouse-test-images", 0, 0))
+    print(f"the images are built, {time.monotonic() - started_s:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
