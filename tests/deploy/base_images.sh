@@ -2,7 +2,7 @@
 # Builds stand-ins for debian:bookworm-slim and python:3.11-slim-bookworm, for a Docker engine that reaches no image
 # registry, on a Debian machine that reaches Debian's packages. They carry this machine's trust store, apt sources and
 # wheels (PIP_FIND_LINKS), so that `docker build` installs packages as this machine does. For the compose test only.
-# Needs root and debootstrap. Under a minute, 400 MB.
+# Needs root and debootstrap. A minute or two, 400 MB.
 set -euo pipefail
 command -v debootstrap >/dev/null || apt-get install -y -qq --no-install-recommends debootstrap >/dev/null
 root=$(mktemp -d)
