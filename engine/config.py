@@ -24,7 +24,7 @@ SUFFIX_OPTIONS = (
 )  # fmt: skip
 EAGLE_DRAFTERS = ("eagle", "eagle3")
 TREE_DRAFTERS = (*EAGLE_DRAFTERS, "medusa")
-MODEL_DRAFTERS = ("draft_model", "mtp", *TREE_DRAFTERS)  # speculators that load weights of their own
+MODEL_DRAFTERS = ("draft_model", "mtp", "frozen_kv_mtp", *TREE_DRAFTERS)  # speculators that load weights of their own
 MTP_OPTIONS = ("mtp_zero_centred",)
 DRAFTER_OPTIONS = ("draft_model", "draft_sampling")  # what only they read
 TREE_OPTIONS = ("tree_top_k", "tree_depth")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.tiny import write_noisy_copy
 from tests.tiny_drafters import fitted_eagle, fitted_eagle3
+from tests.tiny_frozen_kv import fitted_frozen_kv
 from tests.tiny_medusa import fitted_medusa
 from tests.tiny_mtp import fitted_mtp
 
@@ -25,6 +26,7 @@ _WRITERS: Mapping[str, Writer | None] = {
     "eagle3": fitted_eagle3,
     "mtp": fitted_mtp,
     "medusa": fitted_medusa,
+    "frozen_kv_mtp": fitted_frozen_kv,
 }
 
 

@@ -60,6 +60,10 @@ _SETTINGS: Mapping[str, tuple[SpeculationSettings, ...]] = {
         SpeculationSettings(num_draft_tokens=3, draft_sampling="sampled"),
         SpeculationSettings(num_draft_tokens=12, tree_top_k=6),
     ),
+    "frozen_kv_mtp": (
+        SpeculationSettings(),
+        SpeculationSettings(num_draft_tokens=2, draft_sampling="sampled"),
+    ),
 }
 
 

@@ -16,6 +16,7 @@ SPECULATORS: tuple[str, ...] = (
     "eagle3",
     "mtp",
     "medusa",
+    "frozen_kv_mtp",
 )  # a new drafter adds its name here and its recipe in the registry
 FIRST_OF = "first_of"
 _FIRST_OF_PREFIX = f"{FIRST_OF}:"

@@ -11,6 +11,7 @@ import torch
 from engine.speculation.draft_model_recipe import DraftModelRecipe
 from engine.speculation.eagle_recipe import prepare_eagle, prepare_eagle3
 from engine.speculation.first_of_recipe import FirstOfRecipe
+from engine.speculation.frozen_kv_recipe import FrozenKvRecipe
 from engine.speculation.medusa_recipe import MedusaRecipe
 from engine.speculation.mtp_recipe import MtpRecipe
 from engine.speculation.names import check_speculator, members_of
@@ -81,5 +82,6 @@ _RECIPES: Mapping[str, Callable[[SpeculationSettings, TargetFacts], Recipe]] = M
         "eagle3": prepare_eagle3,
         "mtp": MtpRecipe,
         "medusa": MedusaRecipe,
+        "frozen_kv_mtp": FrozenKvRecipe,
     }
 )

@@ -30,6 +30,7 @@ from tests.inprocess import Drafter, InProcessEngine, Shape
 from tests.lossless import request
 from tests.tiny import write_noisy_copy, write_tiny_model
 from tests.tiny_drafters import FITTED_EAGLE, Published, write_eagle
+from tests.tiny_frozen_kv import write_frozen_kv
 from tests.tiny_medusa import PublishedMedusa, write_medusa
 from tests.tiny_mtp import DEEPSEEK, write_mtp
 
@@ -94,6 +95,8 @@ class Bench:
                 return write_mtp(directory, self._target, DEEPSEEK, seed=seed)
             case "medusa":
                 return write_medusa(directory, self._target, PublishedMedusa(), seed=seed)
+            case "frozen_kv_mtp":
+                return write_frozen_kv(directory, self._target, seed=seed)
             case _:
                 found = draft_files(name, directory, self._target)
                 assert found is not None
@@ -216,6 +219,7 @@ def test_norms_that_a_user_says_do_not_run_may_be_there(bench: Bench) -> None:
         ("medusa", ("--draft-model", "/no/such"), "^--draft-model: model '/no/such' is neither a file"),
         ("mtp", ("--draft-model", "/no/such"), "^--draft-model: model '/no/such' is neither a file"),
         ("eagle3", ("--draft-model", "/no/such"), "^--draft-model: model '/no/such' is neither a file"),
+        ("frozen_kv_mtp", ("--draft-model", "/no/such"), "^--draft-model: model '/no/such' is neither a file"),
         ("draft_model", ("--draft-model", "/no/such"), "^--draft-model: model '/no/such' is neither a file"),
     ],
 )
