@@ -24,6 +24,7 @@ from msgspec import Meta
 import deploy
 from deploy.supervisor import EXIT_FAILURE, Program, Supervisor
 from engine.config import EngineConfig
+from engine.speculation.names import SYNTHETIC
 from frontend.api_keys import VARIABLE
 from frontend.config import FrontendConfig
 from protocol.model_files import ModelFilesError, resolve
@@ -187,10 +188,14 @@ def _summary(plan: Plan) -> list[str]:
     return [
         f"model        {engine.model} as {plan.model_name}",
         f"executor     {engine.executor}, dtype {engine.dtype}, device {engine.device}",
-        f"speculation  {engine.speculator}{drafts}",
+        f"speculation  {engine.speculator}{drafts}{_unlike_the_model(engine)}",
         f"batch        {engine.max_num_seqs} sequences, {engine.max_num_batched_tokens} tokens per step",
         f"cache        {engine.kv_cache_tokens or size}, prefix caching {'on' if engine.prefix_caching else 'off'}",
     ]
+
+
+def _unlike_the_model(engine: EngineConfig) -> str:
+    return ": the text is NOT the model's, for measuring speed only" if engine.speculator == SYNTHETIC else ""
 
 
 async def _announce(plan: Plan, port: int, supervisor: Supervisor) -> None:

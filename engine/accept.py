@@ -54,7 +54,8 @@ def accept(logits: torch.Tensor, draft: Draft, rows: SamplingRows) -> Verdict:
     Greedy rows take the argmax (lowest index wins). Sampled rows without draft probabilities, and every tree, draw the
     target's own token with the number plain decoding would use at that position; a draft token stays while it equals
     the draw: the law of one-hot rejection sampling, and the very tokens of plain decoding. Sampled chains with draft
-    probabilities follow rejection sampling (Leviathan et al., arXiv 2211.17192, strict form): the law only.
+    probabilities follow rejection sampling (Leviathan et al., arXiv 2211.17192, strict form): the law only. A draft that
+    says how many of its tokens stay (a chain without probabilities) is not judged: synthetic acceptance, no law at all.
     """
     step = _Step.of(logits, draft, rows)
     groups = _sampled_groups(rows, logits.shape[1], logits.device)
@@ -69,6 +70,9 @@ def accept(logits: torch.Tensor, draft: Draft, rows: SamplingRows) -> Verdict:
         for group in groups:
             keeps[group.rows] = _keeps(step, group, step.draft_probs)
     accepted = (keeps[step.grid[:, :-1]] & step.valid).to(torch.int64).cumprod(dim=1).sum(dim=1)
+    if draft.accepted is not None:
+        wanted = draft.accepted.to(device=logits.device, dtype=torch.int64, non_blocking=True)
+        accepted = torch.minimum(wanted, step.lengths)
     final = chosen[_at(step.grid, accepted)]
     if step.draft_probs is not None:
         for group in groups:
@@ -96,6 +100,7 @@ def place_draft(draft: Draft, indices: Sequence[int], num_spans: int) -> Draft:
         parents=None if draft.parents is None else placed(draft.parents, -1),
         probs=None if draft.probs is None else placed(draft.probs),
         roots=None if draft.roots is None else placed(draft.roots, -1),
+        accepted=None if draft.accepted is None else placed(draft.accepted),
         sources=placed(draft.sources),
     )
 

@@ -66,6 +66,7 @@ class Mechanism:
     dtype: str
     device: str
     profiles: Profiles
+    synthetic: str  # as Hello has it
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def assemble(config: EngineConfig, on_progress: OnProgress, epoch: int) -> Engin
         load=books.load,
         monotonic_ns=time.monotonic_ns(),
         wall_ns=time.time_ns(),
+        synthetic=mechanism.synthetic,
     )
     wire = Wire(config.listen, hello, keys=keys)
     core = EngineCore(wire, wire, scheduler, ledger, mechanism.executor, time.monotonic_ns)
@@ -167,6 +169,7 @@ def _simulated(config: EngineConfig, files: ModelFiles, vocabulary: Vocabulary) 
         dtype="none",
         device="none",
         profiles=NoProfiles(NO_MODEL),
+        synthetic="",
     )
 
 
@@ -216,6 +219,7 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
         dtype=str(built.dtype).removeprefix("torch."),
         device=str(built.device),
         profiles=_profiles(config, built.executor, on_cuda=built.device.type == "cuda"),
+        synthetic=built.capabilities.synthetic,
     )
 
 
@@ -248,6 +252,7 @@ def _speculation(config: EngineConfig) -> "SpeculationSettings":
             vocabulary_map=config.eagle_vocabulary_map,
         ),
         mtp_zero_centred=config.mtp_zero_centred,
+        synthetic_acceptance=config.synthetic_acceptance,
     )
 
 

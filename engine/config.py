@@ -11,7 +11,8 @@ import msgspec
 from msgspec import Meta
 
 from engine.speculation.batch_table import MAX_DRAFT_LEN, parse_batch_table
-from engine.speculation.names import FIRST_OF, NONE, PREDICTION, SPECULATORS, check_speculator, members_of
+from engine.speculation.names import FIRST_OF, NONE, PREDICTION, SPECULATORS, SYNTHETIC, check_speculator, members_of
+from engine.speculation.synthetic_rates import parse_synthetic_rates
 from protocol.curve_keys import check_curve_options
 from protocol.endpoints import DEFAULT_ENGINE_ADDRESS, check_address, stays_here
 from protocol.served_name import check_served_model_name
@@ -26,6 +27,7 @@ EAGLE_DRAFTERS = ("eagle", "eagle3")
 TREE_DRAFTERS = (*EAGLE_DRAFTERS, "medusa")
 MODEL_DRAFTERS = ("draft_model", "mtp", "frozen_kv_mtp", *TREE_DRAFTERS)  # speculators that load weights of their own
 MTP_OPTIONS = ("mtp_zero_centred",)
+SYNTHETIC_OPTIONS = ("synthetic_acceptance",)
 DRAFTER_OPTIONS = ("draft_model", "draft_sampling")  # what only they read
 TREE_OPTIONS = ("tree_top_k", "tree_depth")
 EAGLE_OPTIONS = (
@@ -149,6 +151,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     mtp_zero_centred: Annotated[
         bool | None, Meta(description="mtp: its norms are stored as their distance from one; default: by the family")
     ] = None
+    synthetic_acceptance: Annotated[
+        str | None,
+        Meta(
+            description="synthetic: how often draft tokens are accepted, by position (0.8,0.6,0.4), or how many on average "
+            "(2.4); default: each with probability 0.7"
+        ),
+    ] = None
     executor: Annotated[Literal["model", "sim"], Meta(description="sim: a simulated engine without weights")] = "model"
     sim_step_ms: Annotated[float, Meta(ge=0, le=60_000, description="sim: duration of a step")] = 0.0
     sim_prefill_ms: Annotated[float, Meta(ge=0, le=60_000, description="sim: duration of 1000 prompt tokens")] = 0.0
@@ -213,6 +222,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.draft_len_by_batch is not None:
             table = parse_batch_table(self.draft_len_by_batch)
             table.check(self.num_draft_tokens or MAX_DRAFT_LEN)
+        if self.speculator == SYNTHETIC:
+            parse_synthetic_rates(self.synthetic_acceptance, self.num_draft_tokens)
+            if self.executor == "sim":
+                raise ValueError("--speculator synthetic says nothing with --executor sim, which has --sim-acceptance")
         if self.lookup_min > self.lookup_max:
             raise ValueError(f"--lookup-min {self.lookup_min} is greater than --lookup-max {self.lookup_max}")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.block_size:
@@ -234,6 +247,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._refuse_unread(given, TREE_OPTIONS, TREE_DRAFTERS)
         self._refuse_unread(given, EAGLE_OPTIONS, EAGLE_DRAFTERS)
         self._refuse_unread(given, MTP_OPTIONS, ("mtp",))
+        self._refuse_unread(given, SYNTHETIC_OPTIONS, (SYNTHETIC,))
         if not self.suffix_max_cached_requests:
             _refuse(
                 given,

@@ -176,6 +176,8 @@ class ModelExecutor(Executor):
         lengths = [int(length) for length in draft.lengths.tolist()]
         sources = [int(source) for source in draft.sources.tolist()]
         width = draft.tokens.shape[1]
+        if draft.accepted is not None and not self._speculator.capabilities.synthetic:
+            raise ValueError("the drafter decides which of its tokens stay, and does not say that it is synthetic")
         for row, length in zip(wanted, lengths, strict=True):
             if not 0 <= length <= min(row.budget, width):
                 raise ValueError(f"the drafter gave row {row.row} {length} tokens; its budget is {row.budget}")

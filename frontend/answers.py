@@ -100,7 +100,13 @@ class Answer(ABC):
             "object": kind,
             "created": self._created,
             "model": self.options.model,
+            **self._fingerprint(),
         }
+
+    def _fingerprint(self) -> Json:
+        """What else must be known to take the text for what it is; in every chunk, so that no part of it goes without."""
+        synthetic = self.generation.job.settings.synthetic
+        return {"system_fingerprint": f"synthetic_acceptance={synthetic}"} if synthetic else {}
 
     def _usage(self, completion_tokens: int) -> Json:
         prompt_tokens = self.generation.job.num_prompt_tokens

@@ -32,6 +32,7 @@ class TextSettings:
     wants_logprobs: bool
     statistics: WantedStatistics | None = None
     has_prediction: bool = False
+    synthetic: str = ""  # as `Hello` has it; not "": the text is not the model's, and the answer says so
 
     @property
     def awaits_close(self) -> bool:

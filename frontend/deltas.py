@@ -155,6 +155,7 @@ class IntervalLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock` in seconds. What happened before this object was made is not logged."""
+        self._latest = latest
         self._delta = SnapshotDelta(latest)
         self._delta.advance()
         self._log = log
@@ -180,8 +181,10 @@ class IntervalLog:
         added = self._delta.advance()
         if added is None or added.draft_rounds == 0:
             return
+        hello = self._latest.hello
+        synthetic = f"synthetic_acceptance={hello.synthetic} " if hello is not None and hello.synthetic else ""
         self._log(
-            f"speculation {self._engine}accept_rate={added.accepted_tokens / added.draft_tokens:.3f} "
+            f"speculation {self._engine}{synthetic}accept_rate={added.accepted_tokens / added.draft_tokens:.3f} "
             f"accept_length={1 + added.accepted_tokens / added.draft_rounds:.2f} rounds={added.draft_rounds} "
             f"generated_per_s={added.generation_tokens / max(elapsed_s, 1e-9):.1f}"
         )

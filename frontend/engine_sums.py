@@ -216,6 +216,8 @@ class EngineReporters:
 
 def _sums(hello: Hello, counters: Counters) -> Iterator[tuple[SumKind, tuple[Point, ...]]]:
     common: dict[str, str | int] = {"gen_ai.response.model": hello.model_name, "engine": hello.engine_id}
+    if hello.synthetic:
+        common["synthetic_acceptance"] = hello.synthetic
     for kind in SUMS:
         if kind.needs_speculator and hello.max_draft_len == 0:
             continue

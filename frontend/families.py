@@ -137,7 +137,7 @@ LOAD_NOT_EXPORTED: dict[str, str] = {
 }
 
 # Labels of the info families, by field.
-ENGINE_INFO_LABELS = ("speculator", "max_draft_len", "executor", "dtype", "device")
+ENGINE_INFO_LABELS = ("speculator", "max_draft_len", "executor", "dtype", "device", "synthetic")
 CACHE_INFO_LABELS: dict[str, str] = {  # field of Capacity -> vLLM's label
     "block_size": "block_size",
     "num_blocks": "num_gpu_blocks",

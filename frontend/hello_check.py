@@ -16,6 +16,7 @@ from protocol.served_name import check_served_model_name
 MAX_DRAFT_LEN = 4096  # every position is a series on the page of every frontend
 MAX_SOURCES = 64
 _ENGINE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+_RATE = re.compile(r"\d\.?\d{0,16}(e-\d{1,3})?", re.ASCII)
 _MAY_BE_ZERO = ("max_num_queued_requests", "max_num_queued_tokens")
 
 
@@ -31,7 +32,15 @@ def contradiction(hello: Hello) -> str | None:
         return f"its epoch is {hello.epoch}, its step {hello.step_id} and its vocabulary {hello.vocab_size}"
     if not 0 <= hello.max_draft_len <= MAX_DRAFT_LEN or len(hello.sources) > MAX_SOURCES:
         return f"it drafts {hello.max_draft_len} tokens from {len(hello.sources)} sources"
+    if hello.synthetic and not _are_rates(hello.synthetic, hello.max_draft_len):
+        return f"its synthetic acceptance is {hello.synthetic[:64]!r}"
     return _of_capacity(hello.capacity) or _of_counters(hello)
+
+
+def _are_rates(text: str, count: int) -> bool:
+    """One number from 0 to 1 for every draft position: each is a series, and the text goes into every answer."""
+    rates = text.split(",")
+    return len(rates) == count and all(_RATE.fullmatch(rate) and float(rate) <= 1 for rate in rates)
 
 
 def _of_capacity(capacity: Capacity) -> str | None:

@@ -32,5 +32,6 @@ def together(hellos: Sequence[Hello]) -> Hello:
         # What one of them cannot draft from, a request must not rely on.
         sources=tuple(name for name in first.sources if all(name in hello.sources for hello in hellos)),
         max_draft_len=max(hello.max_draft_len for hello in hellos),
+        synthetic=next((hello.synthetic for hello in hellos if hello.synthetic), ""),  # one is enough to doubt all text
         executor="sim" if all(hello.executor == "sim" for hello in hellos) else "model",
     )

@@ -133,9 +133,13 @@ def job_of(draft: Draft, text: Text, hello: Hello, spec_decode_metrics: str = "n
         min_tokens=request.min_tokens or 0,
         wants_logprobs=num_logprobs(request) is not None,
         statistics=wanted_statistics(
-            request.spec_decode_metrics or spec_decode_metrics, draft.num_sequences, hello.max_draft_len
+            request.spec_decode_metrics or spec_decode_metrics,
+            draft.num_sequences,
+            hello.max_draft_len,
+            hello.synthetic,
         ),
         has_prediction=prediction is not None,
+        synthetic=hello.synthetic,
     )
     asked = request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:

@@ -93,6 +93,7 @@ def describe_answer(trace: RequestTrace, answer: Answer, is_id_ours: bool) -> No
     generation = answer.generation
     if is_id_ours:
         trace.set("gen_ai.response.id", answer.options.answer_id)
+    trace.set("drafthouse.synthetic_acceptance", generation.job.settings.synthetic or None)
     trace.set("gen_ai.usage.input_tokens", generation.job.num_prompt_tokens)
     trace.set("gen_ai.usage.output_tokens", generation.completion_tokens)
     trace.set("gen_ai.usage.cache_read.input_tokens", generation.cached_tokens)

@@ -16,7 +16,9 @@ class SpecStats:
     Memory: max_draft_len + 1 integers; with `detailed` two more per round that verified a draft.
     """
 
-    def __init__(self, num_spec_tokens: int, *, detailed: bool) -> None:
+    def __init__(self, num_spec_tokens: int, *, detailed: bool, synthetic: str = "") -> None:
+        """`synthetic`: the rates at which drafts stay unjudged, "" where the target decides."""
+        self._synthetic = synthetic
         self._histogram = [0] * (num_spec_tokens + 1)  # [accepted draft tokens] -> rounds
         self._num_draft_tokens = 0
         self._per_step: list[tuple[int, int]] | None = [] if detailed else None  # (accepted, drafted)
@@ -48,6 +50,8 @@ class SpecStats:
             "num_draft_tokens": self._num_draft_tokens,
             "num_spec_tokens": len(self._histogram) - 1,
         }
+        if self._synthetic:
+            report["synthetic_acceptance"] = self._synthetic
         if self._per_step is not None:
             report["per_step_accepted"] = [accepted for accepted, _ in self._per_step]
             report["per_step_drafted"] = [drafted for _, drafted in self._per_step]
@@ -64,14 +68,20 @@ class WantedStatistics:
     num_spec_tokens: int
     detailed: bool
     collects: bool
+    synthetic: str = ""  # as `Hello` has it
 
     def begin(self) -> SpecStats | None:
         """For one sequence."""
-        return SpecStats(self.num_spec_tokens, detailed=self.detailed) if self.collects else None
+        if not self.collects:
+            return None
+        return SpecStats(self.num_spec_tokens, detailed=self.detailed, synthetic=self.synthetic)
 
 
-def wanted_statistics(level: str, num_sequences: int, max_draft_len: int) -> WantedStatistics | None:
+def wanted_statistics(
+    level: str, num_sequences: int, max_draft_len: int, synthetic: str = ""
+) -> WantedStatistics | None:
     """None for level "none", where answers do not mention statistics. `max_draft_len` 0: the engine does not speculate."""
     if level == "none":
         return None
-    return WantedStatistics(max_draft_len, level == "detailed", collects=num_sequences == 1 and max_draft_len > 0)
+    collects = num_sequences == 1 and max_draft_len > 0
+    return WantedStatistics(max_draft_len, level == "detailed", collects, synthetic)

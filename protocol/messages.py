@@ -238,6 +238,7 @@ class Hello(_Wire, frozen=True, tag=1):
     load: Load
     monotonic_ns: int  # the same instant on the engine's two clocks
     wall_ns: int
+    synthetic: str = ""  # rates by position at which drafts stay whatever the target says; "": the target decides
 
 
 class StepOutput(_Wire, frozen=True, tag=2):

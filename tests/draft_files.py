@@ -21,6 +21,7 @@ _WRITERS: Mapping[str, Writer | None] = {
     "ngram": None,
     "suffix": None,
     "prediction": None,
+    "synthetic": None,
     "draft_model": write_noisy_copy,
     "eagle": fitted_eagle,
     "eagle3": fitted_eagle3,

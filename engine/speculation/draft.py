@@ -22,6 +22,7 @@ class Draft:
     roots: torch.Tensor | None  # int32 [B], a token of the target's own that drafting produced (UNO)
     sources: torch.Tensor  # int8 [B], index into the speculator's source names
     num_forwards: int  # draft model forwards this took
+    accepted: torch.Tensor | None = None  # int32 [B], so many tokens stay whatever the target says (synthetic only)
 
 
 def empty_draft(num_rows: int, max_draft_len: int, device: torch.device) -> Draft:

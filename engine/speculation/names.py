@@ -6,6 +6,7 @@ whose table must have these names.
 
 NONE = "none"
 PREDICTION = "prediction"
+SYNTHETIC = "synthetic"  # drafts whose fate is drawn, not judged: its text is not the target's
 SPECULATORS: tuple[str, ...] = (
     NONE,
     "ngram",
@@ -17,6 +18,7 @@ SPECULATORS: tuple[str, ...] = (
     "mtp",
     "medusa",
     "frozen_kv_mtp",
+    SYNTHETIC,
 )  # a new drafter adds its name here and its recipe in the registry
 FIRST_OF = "first_of"
 _FIRST_OF_PREFIX = f"{FIRST_OF}:"
@@ -37,7 +39,8 @@ def check_speculator(speculator: str) -> None:
             raise ValueError(f"--speculator {speculator!r} is not known; known speculators are {known}")
         return
     members = members_of(speculator)
-    drafters = [name for name in SPECULATORS if name != NONE]
+    # What is drawn instead of judged has no place beside drafts that are judged.
+    drafters = [name for name in SPECULATORS if name not in (NONE, SYNTHETIC)]
     for name in members:
         if name not in drafters:
             raise ValueError(

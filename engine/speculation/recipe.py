@@ -59,6 +59,7 @@ class SpeculationSettings:
     suffix: SuffixSettings = SuffixSettings()
     eagle: EagleOverrides = EagleOverrides()
     mtp_zero_centred: bool | None = None  # an MTP module's norms are stored as their distance from one
+    synthetic_acceptance: str | None = None  # rates by position, or a mean number of tokens (`synthetic_rates`)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from engine.speculation.prediction import PredictionSpeculator
 from engine.speculation.recipe import Ready, Recipe, SpeculationSettings, TargetFacts
 from engine.speculation.speculator import NoSpeculator
 from engine.speculation.suffix import SuffixSpeculator
+from engine.speculation.synthetic import prepare_synthetic
 
 MAX_NUM_DRAFT_TOKENS = 64
 DEFAULT_NUM_SUFFIX_TOKENS = 16  # few rounds draft as many: a match of m tokens drafts m
@@ -83,5 +84,6 @@ _RECIPES: Mapping[str, Callable[[SpeculationSettings, TargetFacts], Recipe]] = M
         "mtp": MtpRecipe,
         "medusa": MedusaRecipe,
         "frozen_kv_mtp": FrozenKvRecipe,
+        "synthetic": prepare_synthetic,
     }
 )

@@ -26,6 +26,7 @@ class Capabilities:
     taps: tuple[int, ...] = ()  # hidden-state indices of the target it reads
     lookahead: int = 0  # tokens behind a position that the drafter's own keys there depend on (EAGLE: 1)
     unsupported_sampling: frozenset[str] = frozenset()  # SamplingParams fields with which a row runs at k = 0
+    synthetic: str = ""  # at which rates its drafts' tokens stay, whatever the target says; "": the target decides
 
 
 @dataclass(frozen=True)

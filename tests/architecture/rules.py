@@ -18,6 +18,7 @@ ENGINE_LAYERS = {
     "engine.speculation.batch_table": 0,
     "engine.speculation.acceptance_memory": 0,
     "engine.speculation.step_cost": 0,
+    "engine.speculation.synthetic_rates": 0,
     "engine.plan": 1,
     "engine.sequence": 1,
     "engine.clock": 1,

@@ -57,6 +57,7 @@ VALUES: dict[str, str | dict[str, str]] = {
     "eagle_feature_norm": "none",
     "eagle_vocabulary_map": "ids",
     "mtp_zero_centred": "true",
+    "synthetic_acceptance": "1,1,1,1,1",
 }
 BESIDE = {"tree_depth": ("--tree-top-k", "3"), "lookup_max": ("--lookup-min", "1")}  # without which they say nothing
 ALPHABET = tuple(range(40, 46))  # so small that text repeats and one token is often followed by several
