@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from engine.speculation.names import NONE, SPECULATORS
+from engine.speculation.names import NONE, SPECULATORS, SYNTHETIC
 from frontend.text import Text, load_text
 from protocol.messages import Phase
 from protocol.model_files import ModelFilesError, resolve
@@ -92,8 +92,9 @@ def read_options() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument(
-        "drafters", nargs="*", default=list(SPECULATORS), metavar="DRAFTER",
-        help="a --speculator, with further options of the engine behind it in the same word; default: every one",
+        "drafters", nargs="*", default=[name for name in SPECULATORS if name != SYNTHETIC], metavar="DRAFTER",
+        help="a --speculator, with further options of the engine behind it in the same word; default: every one whose "
+        "drafts are judged",
     )  # fmt: skip
     parser.add_argument("--engine-options", default="", help="options of every engine, such as '--model DIR'")
     parser.add_argument("--tokens", type=int, default=128, help="most new tokens per request (default 128)")
