@@ -101,6 +101,7 @@ def place_draft(draft: Draft, indices: Sequence[int], num_spans: int) -> Draft:
         probs=None if draft.probs is None else placed(draft.probs),
         roots=None if draft.roots is None else placed(draft.roots, -1),
         accepted=None if draft.accepted is None else placed(draft.accepted),
+        has_root=None if draft.has_root is None else placed(draft.has_root),
         sources=placed(draft.sources),
     )
 
@@ -119,6 +120,7 @@ class _Step:
     lengths: torch.Tensor  # int64 [B]
     valid: torch.Tensor  # bool [B, W]
     draft_probs: torch.Tensor | None  # float32 [B, W, V], where the rule reads them
+    lacks_root: torch.Tensor | None  # bool [B], a root was to be drawn from logits that were not finite
     grid: torch.Tensor  # int64 [B, W + 1], the logits row of each step of a span; its last row beyond
 
     @classmethod
@@ -144,6 +146,9 @@ class _Step:
             lengths=lengths,
             valid=valid,
             draft_probs=draft.probs.to(device, non_blocking=True) if draft.probs is not None and reads_probs else None,
+            lacks_root=None
+            if roots is None or draft.has_root is None
+            else draft.has_root.to(device, non_blocking=True) & (roots < 0),
             grid=torch.minimum(grid, rows.last_row[:, None]),
         )
 
@@ -271,6 +276,8 @@ def _verdict(
     unvisited = order > accepted[:, None]
     # One pass instead of isfinite's three; a finite row's sum stays finite below 1e33 per logit.
     finite = (step.raw.sum(dim=1).isfinite()[decided] | unvisited).all(dim=1)
+    if step.lacks_root is not None:
+        finite &= ~step.lacks_root
     possible = step.target.amax(dim=1) > -float("inf")
     return Verdict(
         tokens=tokens.to(torch.int32),

@@ -27,6 +27,7 @@ class RowState:
     num_prompt_tokens: int
     sampling: SamplingState
     last_span: Span | None = None  # of the previous step, until its commit
+    has_root: bool = False  # between the last span and its draft stood a token that drafting produced
     taps: torch.Tensor | None = None  # [tokens of the last span and its draft, taps, hidden]
 
     @property
@@ -55,6 +56,7 @@ class Batch:
     spans: tuple[Span, ...]
     rows: tuple[RowState, ...]  # one per span
     lengths: tuple[int, ...]
+    has_root: tuple[bool, ...]  # one per span: a token that drafting produced stands between the span and its draft
     layouts: tuple[SpanLayout, ...]
     step: ForwardInput
     stale_slots: tuple[int, ...]  # to be cleared first: behind the end of blocks this step enters
@@ -109,6 +111,7 @@ class BatchBuilder:
         flat = _Flat()
         sampling_spans = tuple(index for index, span in enumerate(spans) if span.kind.samples)
         parents = None if draft.parents is None else draft.parents.tolist()  # device drafters of trees pay a copy here
+        has_root = _has_root(draft, sampling_spans, len(spans))
         prompts: list[PromptRows] = []
         for index, (span, state) in enumerate(zip(spans, rows, strict=True)):
             tree = None
@@ -116,18 +119,21 @@ class BatchBuilder:
                 tree = tuple(parents[sampling_spans.index(index)][: lengths[index]])
             asked = _prompt_rows(index, span, state, flat.num_tokens)
             prompts += [] if asked is None else [asked]
-            self._add(flat, span, lengths[index], tree)
+            self._add(flat, span, lengths[index], tree, has_root[index])
         host = torch.tensor([*flat.token_ids, *flat.positions, *flat.slots, *flat.logit_index], dtype=torch.int64)
         sizes = [flat.num_tokens] * 3 + [len(flat.logit_index)]
         tokens, positions, slots, logit_index = torch.split_with_sizes(host.to(self._device, non_blocking=True), sizes)
         if any(lengths):
             self._place_draft(tokens, flat.logit_index, [lengths[index] for index in sampling_spans], draft)
+        if any(has_root):
+            self._place_roots(tokens, flat.logit_index, [lengths[index] for index in sampling_spans], draft)
         states = [rows[index].sampling for index in sampling_spans]
         counts = [1 + lengths[index] for index in sampling_spans]
         return Batch(
             spans=tuple(spans),
             rows=tuple(rows),
             lengths=tuple(lengths),
+            has_root=has_root,
             layouts=tuple(flat.layouts),
             step=ForwardInput(tokens, positions, slots),
             stale_slots=tuple(flat.stale_slots),
@@ -137,18 +143,22 @@ class BatchBuilder:
             prompts=tuple(prompts),
         )
 
-    def _add(self, flat: "_Flat", span: Span, num_drafted: int, parents: tuple[int, ...] | None) -> None:
-        num_tokens = len(span.token_ids) + num_drafted
+    def _add(
+        self, flat: "_Flat", span: Span, num_drafted: int, parents: tuple[int, ...] | None, has_root: bool
+    ) -> None:
+        num_settled = len(span.token_ids) + has_root  # before the draft
+        num_tokens = num_settled + num_drafted
         end, size = span.start + num_tokens, self._block_size
         if end > len(span.block_ids) * size:
             raise ValueError(f"row {span.row} needs slots up to {end}; {len(span.block_ids)} blocks were reserved")
         if span.kind.samples:
-            flat.logit_index += range(flat.num_tokens + len(span.token_ids) - 1, flat.num_tokens + num_tokens)
-        flat.layouts.append(SpanLayout(span.start, num_tokens, span.block_ids, parents))
+            flat.logit_index += range(flat.num_tokens + num_settled - 1, flat.num_tokens + num_tokens)
+        tree = _behind_root(parents) if parents is not None and has_root else parents
+        flat.layouts.append(SpanLayout(span.start, num_tokens, span.block_ids, tree))
         flat.slots += (span.block_ids[p // size] * size + p % size for p in range(span.start, end))
-        flat.positions += _positions(span.start, len(span.token_ids), num_drafted, parents)
+        flat.positions += _positions(span.start, num_settled, num_drafted, parents)
         flat.token_ids += span.token_ids
-        flat.token_ids += (0,) * num_drafted  # filled on the device: the draft may live there
+        flat.token_ids += (0,) * (has_root + num_drafted)  # filled on the device: the draft may live there
         if (end - 1) // size * size >= span.start:  # the last block is entered by this step
             last_slot = span.block_ids[(end - 1) // size] * size + (end - 1) % size
             flat.stale_slots += range(last_slot + 1, (last_slot // size + 1) * size)
@@ -170,6 +180,25 @@ class BatchBuilder:
         where_to = where[: len(targets)].to(self._device, non_blocking=True)
         token_ids.index_copy_(0, where_to, chosen.to(self._device, torch.int64, non_blocking=True))
 
+    def _place_roots(
+        self, token_ids: torch.Tensor, logit_index: Sequence[int], lengths: Sequence[int], draft: Draft
+    ) -> None:
+        """Copy roots into the flat step: each sits at the first of its span's logits rows."""
+        assert draft.roots is not None and draft.has_root is not None
+        targets: list[int] = []
+        sources: list[int] = []
+        first = 0
+        for index, (length, has_root) in enumerate(zip(lengths, draft.has_root.tolist(), strict=True)):
+            if has_root:
+                targets.append(logit_index[first])
+                sources.append(index)
+            first += 1 + length
+        where = torch.tensor([*targets, *sources], dtype=torch.int64)
+        chosen = draft.roots[where[len(targets) :].to(draft.roots.device, non_blocking=True)]
+        where_to = where[: len(targets)].to(self._device, non_blocking=True)
+        # A row without a drawn root fails by its verdict; until then it needs a token that exists.
+        token_ids.index_copy_(0, where_to, chosen.clamp(min=0).to(self._device, torch.int64, non_blocking=True))
+
 
 @dataclass
 class _Flat:
@@ -185,6 +214,20 @@ class _Flat:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+
+def _has_root(draft: Draft, sampling_spans: Sequence[int], num_spans: int) -> tuple[bool, ...]:
+    """Per span of the plan; the draft has one row per span that samples."""
+    flags = [False] * num_spans
+    if draft.has_root is not None:
+        for index, flag in zip(sampling_spans, draft.has_root.tolist(), strict=True):
+            flags[index] = flag
+    return tuple(flags)
+
+
+def _behind_root(parents: Sequence[int]) -> tuple[int, ...]:
+    """The tree as it hangs on the span's own token: the root is its first node, and the parent of the draft's first."""
+    return (-1, *(parent + 1 for parent in parents))
 
 
 def _positions(start: int, num_tokens: int, num_drafted: int, parents: tuple[int, ...] | None) -> Iterable[int]:

@@ -24,7 +24,7 @@ SUFFIX_OPTIONS = (
     "suffix_min_probability", "suffix_mode", "suffix_share",
 )  # fmt: skip
 EAGLE_DRAFTERS = ("eagle", "eagle3")
-TREE_DRAFTERS = (*EAGLE_DRAFTERS, "medusa")
+TREE_DRAFTERS = (*EAGLE_DRAFTERS, "medusa", "uno")
 MODEL_DRAFTERS = ("draft_model", "mtp", "frozen_kv_mtp", *TREE_DRAFTERS)  # speculators that load weights of their own
 MTP_OPTIONS = ("mtp_zero_centred",)
 SYNTHETIC_OPTIONS = ("synthetic_acceptance",)
@@ -124,11 +124,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "greedy"
     tree_top_k: Annotated[
         int,
-        Meta(ge=0, le=32, description="eagle, eagle3, medusa: draft a tree with so many children per node; 0: a chain"),
+        Meta(
+            ge=0,
+            le=32,
+            description="eagle, eagle3, medusa, uno: draft a tree with so many children per node; 0: a chain",
+        ),
     ] = 0
     tree_depth: Annotated[
         int | None,
-        Meta(ge=1, le=16, description="levels of the tree; default: 5, or one for each medusa head"),
+        Meta(ge=1, le=16, description="levels of the tree; default: 5, uno 8, or one for each medusa head"),
     ] = None
     eagle_taps: Annotated[
         str | None,

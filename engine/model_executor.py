@@ -116,11 +116,11 @@ class ModelExecutor(Executor):
         span, taps = state.last_span, state.taps
         if span is None:
             raise ValueError(f"row {commit.row} is committed without having run")
-        root = span.start + len(span.token_ids) - 1
         if commit.path:
-            self._runner.pool.compact(span.block_ids, root, commit.path)
+            num_settled = len(span.token_ids) + state.has_root  # before the draft
+            self._runner.pool.compact(span.block_ids, span.start + num_settled - 1, commit.path)
             if taps is not None:
-                kept = [*range(len(span.token_ids)), *(len(span.token_ids) + node for node in commit.path)]
+                kept = [*range(num_settled), *(num_settled + node for node in commit.path)]
                 taps = taps[kept]
         state.last_span = state.taps = None
         token_ids = state.token_ids[span.start : commit.num_computed]
@@ -178,9 +178,14 @@ class ModelExecutor(Executor):
         width = draft.tokens.shape[1]
         if draft.accepted is not None and not self._speculator.capabilities.synthetic:
             raise ValueError("the drafter decides which of its tokens stay, and does not say that it is synthetic")
-        for row, length in zip(wanted, lengths, strict=True):
-            if not 0 <= length <= min(row.budget, width):
-                raise ValueError(f"the drafter gave row {row.row} {length} tokens; its budget is {row.budget}")
+        has_root = [False] * len(wanted) if draft.has_root is None else draft.has_root.tolist()
+        for row, length, own in zip(wanted, lengths, has_root, strict=True):
+            if not 0 <= length <= min(row.budget - own, width):
+                raise ValueError(f"the drafter gave row {row.row} {length + own} tokens; its budget is {row.budget}")
+            if own and row.sampling.logprobs is not None:
+                raise ValueError(
+                    f"the drafter gave row {row.row} a root, which comes without the log-probabilities asked"
+                )
         if draft.tokens.device.type == "cpu" and any(lengths):
             valid = torch.arange(width) < draft.lengths[:, None]
             outside = valid & ((draft.tokens < 0) | (draft.tokens >= self._vocab_size))
@@ -196,8 +201,8 @@ class ModelExecutor(Executor):
     def _keep(self, batch: Batch, output: TargetOutput) -> None:
         """Remember, until their commit, where each row ran and the states a drafter may want."""
         first = 0
-        for span, state, layout in zip(batch.spans, batch.rows, batch.layouts, strict=True):
-            state.last_span = span
+        for span, state, layout, has_root in zip(batch.spans, batch.rows, batch.layouts, batch.has_root, strict=True):
+            state.last_span, state.has_root = span, has_root
             state.taps = None if output.taps is None else output.taps[first : first + layout.num_tokens]
             first += layout.num_tokens
 

@@ -21,6 +21,7 @@ class Purpose(IntEnum):
     SAMPLE = 1  # the target's token at this position
     ACCEPT = 2  # whether a draft token drawn from probabilities stays
     DRAFT = 3  # the draft token itself
+    NOISE = 4  # the token fed in place of one that nobody knows yet (UNO)
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:

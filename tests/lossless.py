@@ -65,6 +65,10 @@ _SETTINGS: Mapping[str, tuple[SpeculationSettings, ...]] = {
         SpeculationSettings(),
         SpeculationSettings(num_draft_tokens=2, draft_sampling="sampled"),
     ),
+    "uno": (
+        SpeculationSettings(num_draft_tokens=12, tree_top_k=6, tree_depth=3),
+        SpeculationSettings(num_draft_tokens=4),
+    ),
 }
 
 

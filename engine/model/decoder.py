@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
 from engine.model.arch import ArchConfig
 from engine.model.attention import PagedAttention
 from engine.model.layers import LayerWeights, feed_forward, project, rms_norm
+from engine.model.low_rank import RowAdapter
 from engine.model.rope import attention_factor, rotate
 
 Layout = TypeVar("Layout")
@@ -61,11 +62,16 @@ class DecoderModel:
 
     @torch.inference_mode()
     def forward(
-        self, step: ForwardInput, attention: PagedAttention[Layout], layout: Layout, taps: tuple[int, ...] = ()
+        self,
+        step: ForwardInput,
+        attention: PagedAttention[Layout],
+        layout: Layout,
+        taps: tuple[int, ...] = (),
+        adapter: RowAdapter | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states [T, hidden] before the final norm, and the taps [T, len(taps), hidden] (None without taps).
 
-        Tap i is the residual stream before layer i, tap num_layers the one after the last layer (before the final
+        `adapter` changes the projections of the rows it names. Tap i is the residual stream before layer i, tap num_layers the one after the last layer (before the final
         norm): Hugging Face's hidden_states numbering. Writes the step's keys and values to the attention's pool.
         """
         cos, sin = self._rotation(step.positions)
@@ -75,13 +81,18 @@ class DecoderModel:
             if index in tapped:
                 tapped[index] = hidden
             normed = rms_norm(hidden, layer.input_norm, self.arch.norm_eps)
-            queries, keys, values = self._project(normed, layer)
+            queries, keys, values = self._project(normed, index, adapter)
             queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
             attention.pool.write(index, step.slots, keys, values)
             attended = attention.attend(index, queries, layout)
-            hidden = hidden + project(attended, layer.out, layer.out_bias)
+            projected = project(attended, layer.out, layer.out_bias)
+            if adapter is not None:
+                adapter.add(index, "out", projected, attended)
+            hidden = hidden + projected
             normed = rms_norm(hidden, layer.ffn_norm, self.arch.norm_eps)
-            hidden = hidden + feed_forward(normed, layer)
+            hidden = hidden + (
+                feed_forward(normed, layer) if adapter is None else _adapted_feed_forward(normed, layer, index, adapter)
+            )
         if self.arch.num_layers in tapped:
             tapped[self.arch.num_layers] = hidden
         stacked = torch.stack([state for state in tapped.values() if state is not None], dim=1) if taps else None
@@ -93,12 +104,18 @@ class DecoderModel:
         normed = rms_norm(hidden, self.weights.final_norm, self.arch.norm_eps)
         return project(normed, self.weights.output).float()
 
-    def _project(self, normed: torch.Tensor, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(
+        self, normed: torch.Tensor, index: int, adapter: RowAdapter | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [T, H, D], keys and values [T, K, D], before the rotation."""
-        arch = self.arch
-        fused = project(normed, layer.qkv, layer.qkv_bias).view(normed.shape[0], -1, arch.head_dim)
+        arch, layer = self.arch, self.weights.layers[index]
+        fused = project(normed, layer.qkv, layer.qkv_bias)
+        if adapter is not None:
+            adapter.add(index, "qkv", fused, normed)
         queries, keys, values = torch.split_with_sizes(
-            fused, (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads), dim=1
+            fused.view(normed.shape[0], -1, arch.head_dim),
+            (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads),
+            dim=1,
         )
         if layer.query_norm is not None and layer.key_norm is not None:
             queries = rms_norm(queries, layer.query_norm, arch.norm_eps)
@@ -110,3 +127,14 @@ class DecoderModel:
         angles = (positions.float()[:, None] * self.weights.inverse_frequencies)[:, None, :]
         cos, sin = angles.cos() * self._rope_factor, angles.sin() * self._rope_factor
         return cos.to(self.dtype), sin.to(self.dtype)
+
+
+def _adapted_feed_forward(normed: torch.Tensor, layer: LayerWeights, index: int, adapter: RowAdapter) -> torch.Tensor:
+    """`engine.model.layers.feed_forward` with an adapter on some rows: [T, hidden] to [T, hidden]."""
+    fused = project(normed, layer.gate_up, layer.gate_up_bias)
+    adapter.add(index, "gate_up", fused, normed)
+    gate, up = fused.chunk(2, dim=-1)
+    activated = F.silu(gate) * up
+    product = project(activated, layer.down, layer.down_bias)
+    adapter.add(index, "down", product, activated)
+    return product

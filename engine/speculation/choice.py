@@ -51,6 +51,18 @@ class Chooser:
             for indices in by_kind.values()
         ]
 
+    def of_target(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Tokens int64 [n] that the target itself says, for its raw logits [n, V]: plain decoding's very tokens.
+
+        Only for rows whose requests change nothing of the logits but by temperature, top_k, top_p and min_p.
+        """
+        tokens = logits.argmax(dim=1)
+        for group in self._groups:
+            probs = target_probs(logits[group.index].float(), group.truncation)
+            numbers = uniforms(self._seeds[group.index], positions[group.index], Purpose.SAMPLE)
+            tokens[group.index] = draw(probs, numbers).clamp_(max=logits.shape[1] - 1)
+        return tokens
+
     def choose(self, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int64 [n] and the float32 [n, V] they were drawn from, for raw draft logits [n, V].
 

@@ -12,17 +12,20 @@ class Draft:
     """Proposed tokens for B rows. `lengths`, `parents` and `sources` may stay on the host when the rest is on a device.
 
     `lengths` are the REAL lengths: no padding is ever counted. Row b's entries at and beyond lengths[b] are undefined.
-    Nodes of a tree are numbered in topological order, so any prefix of a draft is a draft.
+    Nodes of a tree are numbered in topological order, so any prefix of a draft is a draft. A row's own root comes before
+    its draft and takes one of the row's slots: with it at most budget - 1 tokens are drafted.
     """
 
     tokens: torch.Tensor  # int32 [B, W]
     lengths: torch.Tensor  # int32 [B], 0..W
     parents: torch.Tensor | None  # int32 [B, W], parents[b, i] < i, -1 = the root; None = chain
     probs: torch.Tensor | None  # float32 [B, W, V], what tokens were drawn from; None = deterministic draft
-    roots: torch.Tensor | None  # int32 [B], a token of the target's own that drafting produced (UNO)
+    roots: torch.Tensor | None  # int32 [B], a token of the target's own that drafting produced (UNO); -1 = none
     sources: torch.Tensor  # int8 [B], index into the speculator's source names
     num_forwards: int  # draft model forwards this took
     accepted: torch.Tensor | None = None  # int32 [B], so many tokens stay whatever the target says (synthetic only)
+    # bool [B] on the host, which must know how many tokens a row feeds; with `roots`. A row that has one and drew -1 fails.
+    has_root: torch.Tensor | None = None
 
 
 def empty_draft(num_rows: int, max_draft_len: int, device: torch.device) -> Draft:

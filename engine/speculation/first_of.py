@@ -144,6 +144,7 @@ class FirstOfSpeculator(Speculator):
             parents=_joined_parents(joined, drafting),
             probs=self._joined_probs(joined, drafting) if self.capabilities.gives_probs else None,
             roots=_joined_roots(joined, drafting),
+            has_root=_joined_flags(_Join(num_rows, 0, _HOST), drafting),
             sources=_Join(num_rows, 0, _HOST).of([(answer, answer.sources) for answer in drafting]),
             num_forwards=num_forwards,
         )
@@ -207,3 +208,9 @@ def _joined_roots(joined: _Join, answers: Sequence[_Answer]) -> torch.Tensor | N
     """-1 where drafting produced none."""
     given = [(answer, answer.draft.roots) for answer in answers if answer.draft.roots is not None]
     return joined.of(given, fill=-1) if given else None
+
+
+def _joined_flags(joined: _Join, answers: Sequence[_Answer]) -> torch.Tensor | None:
+    """Which rows have a root."""
+    given = [(answer, answer.draft.has_root) for answer in answers if answer.draft.has_root is not None]
+    return joined.of(given) if given else None

@@ -29,11 +29,14 @@ class FirstTokenWatch:
         self._hits: list[torch.Tensor] = []  # where the drafts live; added up on the host once
         self._is_done = False
 
-    def proposed(self, rows: Sequence[DraftRow], first_tokens: torch.Tensor) -> None:
-        """`first_tokens` int [rows, c]: the tokens proposed right behind each root, -1 where there are fewer than c."""
+    def proposed(self, rows: Sequence[DraftRow], first_tokens: torch.Tensor, num_between: int = 0) -> None:
+        """`first_tokens` int [rows, c]: the tokens proposed behind each root, -1 where there are fewer than c.
+
+        `num_between`: tokens of the target's own between root and draft.
+        """
         if not self._is_done:
             for index, row in enumerate(rows):
-                self._pending[row.row] = (len(row.token_ids), first_tokens[index])
+                self._pending[row.row] = (len(row.token_ids) + num_between, first_tokens[index])
 
     def observe(self, spans: Sequence[CommittedSpan]) -> None:
         """What was committed: the spans the drafter hears of."""

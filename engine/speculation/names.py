@@ -19,6 +19,7 @@ SPECULATORS: tuple[str, ...] = (
     "medusa",
     "frozen_kv_mtp",
     SYNTHETIC,
+    "uno",
 )  # a new drafter adds its name here and its recipe in the registry
 FIRST_OF = "first_of"
 _FIRST_OF_PREFIX = f"{FIRST_OF}:"

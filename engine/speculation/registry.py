@@ -21,6 +21,7 @@ from engine.speculation.recipe import Ready, Recipe, SpeculationSettings, Target
 from engine.speculation.speculator import NoSpeculator
 from engine.speculation.suffix import SuffixSpeculator
 from engine.speculation.synthetic import prepare_synthetic
+from engine.speculation.uno_recipe import UnoRecipe
 
 MAX_NUM_DRAFT_TOKENS = 64
 DEFAULT_NUM_SUFFIX_TOKENS = 16  # few rounds draft as many: a match of m tokens drafts m
@@ -85,5 +86,6 @@ _RECIPES: Mapping[str, Callable[[SpeculationSettings, TargetFacts], Recipe]] = M
         "medusa": MedusaRecipe,
         "frozen_kv_mtp": FrozenKvRecipe,
         "synthetic": prepare_synthetic,
+        "uno": UnoRecipe,
     }
 )

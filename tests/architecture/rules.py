@@ -72,6 +72,7 @@ ENGINE_LAYERS = {
     "engine.speculation.suffix_cursor": 5.25,
     "engine.speculation.suffix_match": 5.3,
     "engine.speculation.suffix_cache": 5.3,
+    "engine.speculation.uno_layout": 5.3,
     "engine.speculation.mtp_head": 5.2,
     "engine.speculation.mtp_layout": 5.3,
     "engine.speculation.mtp_modules": 5.4,
@@ -83,6 +84,7 @@ ENGINE_LAYERS = {
     "engine.speculation.frozen_kv_recipe": 6.05,
     "engine.speculation.eagle_recipe": 6.05,
     "engine.speculation.mtp_recipe": 6.05,
+    "engine.speculation.uno_recipe": 6.05,
     "engine.speculation.registry": 6.1,
     # mechanism
     "engine.executor": 7,

@@ -25,6 +25,7 @@ from engine.speculation.registry import names
 from engine.speculation.speculator import DraftRow
 from protocol.messages import Submit
 from protocol.options import parse, table
+from protocol.sampling import SamplingParams
 from tests.draft_files import draft_files, has_files
 from tests.inprocess import Drafter, InProcessEngine, Shape
 from tests.lossless import request
@@ -33,6 +34,7 @@ from tests.tiny_drafters import FITTED_EAGLE, Published, write_eagle
 from tests.tiny_frozen_kv import write_frozen_kv
 from tests.tiny_medusa import PublishedMedusa, write_medusa
 from tests.tiny_mtp import DEEPSEEK, write_mtp
+from tests.tiny_uno import write_uno
 
 # Another value than the default, by option; where one value does not fit all drafters, by drafter.
 VALUES: dict[str, str | dict[str, str]] = {
@@ -98,6 +100,8 @@ class Bench:
                 return write_medusa(directory, self._target, PublishedMedusa(), seed=seed)
             case "frozen_kv_mtp":
                 return write_frozen_kv(directory, self._target, seed=seed)
+            case "uno":
+                return write_uno(directory, self._target, seed=seed)
             case _:
                 found = draft_files(name, directory, self._target)
                 assert found is not None
@@ -117,6 +121,7 @@ class Bench:
         for submit in _requests():
             # An engine that drafts from no predictions refuses them.
             takes = PREDICTION in engine.capabilities.sources
+            submit = _served(submit, engine.capabilities.unsupported_sampling)
             engine.submit(submit if takes else msgspec.structs.replace(submit, prediction_token_ids=()))
             engine.run_dry(checks=False)
         return tuple(seen)
@@ -141,6 +146,12 @@ def _requests() -> list[Submit]:
         msgspec.structs.replace(request(number, prompt, sampling), scope=scope, prediction_token_ids=expected)
         for number, scope in enumerate(("one", "one", "two"), start=1)
     ]
+
+
+def _served(submit: Submit, unsupported: frozenset[str]) -> Submit:
+    """Without the parameters for which the drafter drafts nothing."""
+    defaults = {name: getattr(SamplingParams(max_tokens=1), name) for name in unsupported}
+    return msgspec.structs.replace(submit, sampling=msgspec.structs.replace(submit.sampling, **defaults))
 
 
 def _listen(engine: InProcessEngine, seen: list[object]) -> None:
