@@ -224,7 +224,7 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
 
 
 def _speculation(config: EngineConfig) -> "SpeculationSettings":
-    from engine.speculation.recipe import EagleOverrides, SpeculationSettings, SuffixSettings
+    from engine.speculation.recipe import BlockOverrides, EagleOverrides, SpeculationSettings, SuffixSettings
 
     return SpeculationSettings(
         num_draft_tokens=config.num_draft_tokens,
@@ -251,6 +251,13 @@ def _speculation(config: EngineConfig) -> "SpeculationSettings":
             feature_norm=config.eagle_feature_norm,
             vocabulary_map=config.eagle_vocabulary_map,
         ),
+        block=BlockOverrides(
+            taps=config.block_taps,
+            final_norm=config.block_final_norm,
+            anchor=config.block_anchor,
+            causal=config.block_causal,
+        ),
+        confidence_threshold=config.confidence_threshold,
         mtp_zero_centred=config.mtp_zero_centred,
         synthetic_acceptance=config.synthetic_acceptance,
     )

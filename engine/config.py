@@ -25,9 +25,19 @@ SUFFIX_OPTIONS = (
 )  # fmt: skip
 EAGLE_DRAFTERS = ("eagle", "eagle3")
 TREE_DRAFTERS = (*EAGLE_DRAFTERS, "medusa", "uno")
-MODEL_DRAFTERS = ("draft_model", "mtp", "frozen_kv_mtp", *TREE_DRAFTERS)  # speculators that load weights of their own
+MODEL_DRAFTERS = (
+    "draft_model",
+    "mtp",
+    "frozen_kv_mtp",
+    "dflash",
+    "dspark",
+    *TREE_DRAFTERS,
+)  # speculators that load weights of their own
 MTP_OPTIONS = ("mtp_zero_centred",)
 SYNTHETIC_OPTIONS = ("synthetic_acceptance",)
+BLOCK_DRAFTERS = ("dflash", "dspark")
+BLOCK_OPTIONS = ("block_taps", "block_final_norm", "block_anchor", "block_causal")
+DSPARK_OPTIONS = ("confidence_threshold",)
 DRAFTER_OPTIONS = ("draft_model", "draft_sampling")  # what only they read
 TREE_OPTIONS = ("tree_top_k", "tree_depth")
 EAGLE_OPTIONS = (
@@ -155,6 +165,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     mtp_zero_centred: Annotated[
         bool | None, Meta(description="mtp: its norms are stored as their distance from one; default: by the family")
     ] = None
+    block_taps: Annotated[
+        str | None,
+        Meta(description="dflash, dspark: hidden states of the target it reads (2,10,18; 0 is the embedding)"),
+    ] = None
+    block_final_norm: Annotated[
+        bool | None, Meta(description="dflash, dspark: the last hidden state is read after the target's final norm")
+    ] = None
+    block_anchor: Annotated[
+        Literal["drop", "first"] | None,
+        Meta(description="dflash, dspark: a block's rows draft the token at their own position, or the next"),
+    ] = None
+    block_causal: Annotated[
+        Literal["none", "sliding", "all"] | None,
+        Meta(description="dflash, dspark: layers in which a block's rows see only what is before them"),
+    ] = None
+    confidence_threshold: Annotated[
+        float, Meta(ge=0, le=1, description="dspark: a draft ends before a token less likely to be accepted; 0: never")
+    ] = 0.0
     synthetic_acceptance: Annotated[
         str | None,
         Meta(
@@ -252,6 +280,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._refuse_unread(given, EAGLE_OPTIONS, EAGLE_DRAFTERS)
         self._refuse_unread(given, MTP_OPTIONS, ("mtp",))
         self._refuse_unread(given, SYNTHETIC_OPTIONS, (SYNTHETIC,))
+        self._refuse_unread(given, BLOCK_OPTIONS, BLOCK_DRAFTERS)
+        self._refuse_unread(given, DSPARK_OPTIONS, ("dspark",))
         if not self.suffix_max_cached_requests:
             _refuse(
                 given,
@@ -262,7 +292,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             _refuse(given, LOOKUP_OPTIONS + SUFFIX_OPTIONS, "says nothing with --executor sim, which looks nothing up")
             _refuse(
                 given,
-                DRAFTER_OPTIONS + TREE_OPTIONS + EAGLE_OPTIONS + MTP_OPTIONS,
+                DRAFTER_OPTIONS + TREE_OPTIONS + EAGLE_OPTIONS + MTP_OPTIONS + BLOCK_OPTIONS + DSPARK_OPTIONS,
                 "says nothing with --executor sim, which loads nothing",
             )
         if self.speculator == NONE:

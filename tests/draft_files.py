@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.tiny import write_noisy_copy
+from tests.tiny_blocks import fitted_dflash, fitted_dspark
 from tests.tiny_drafters import fitted_eagle, fitted_eagle3
 from tests.tiny_frozen_kv import fitted_frozen_kv
 from tests.tiny_medusa import fitted_medusa
@@ -28,6 +29,8 @@ _WRITERS: Mapping[str, Writer | None] = {
     "eagle3": fitted_eagle3,
     "mtp": fitted_mtp,
     "medusa": fitted_medusa,
+    "dflash": fitted_dflash,
+    "dspark": fitted_dspark,
     "frozen_kv_mtp": fitted_frozen_kv,
     "uno": fitted_uno,
 }

@@ -38,6 +38,8 @@ class SpanLayout:
     `parents` makes the tokens behind a root a tree: slot root + 1 + i is node i, its parent is node parents[i] (-1: the
     root), and it sees what is before the root, the root, its ancestors and itself. None: a chain, plain causality. The
     root is the span's first token, or lies before it when the first nodes were computed in an earlier call.
+    `sees_ahead`: every token sees the whole span (the block of a block drafter). `window`: it sees only slots less than
+    so many away, before and behind (sliding-window attention). Neither goes with a tree.
     """
 
     start: int
@@ -45,6 +47,8 @@ class SpanLayout:
     block_ids: tuple[int, ...]  # cover slots 0 .. start + num_tokens - 1
     parents: tuple[int, ...] | None = None  # of every node up to the span's last
     root: int | None = None  # slot, at most `start`; None: `start`
+    sees_ahead: bool = False
+    window: int | None = None  # slots; None: all
 
     @property
     def end(self) -> int:
@@ -112,7 +116,11 @@ class ReferenceAttention(PagedAttention[tuple[SpanLayout, ...]]):
     @staticmethod
     def _visible(span: SpanLayout) -> torch.Tensor:
         """bool [num_tokens, end]."""
-        visible = torch.ones(span.num_tokens, span.end, dtype=torch.bool).tril(span.start)
+        visible = torch.ones(span.num_tokens, span.end, dtype=torch.bool)
+        if not span.sees_ahead:
+            visible = visible.tril(span.start)
+        if span.window is not None:
+            visible = visible.triu(span.start - span.window + 1).tril(span.start + span.window - 1)
         if span.parents is not None:
             visible[:, span.tree_start :] = span.tree_mask()
         return visible

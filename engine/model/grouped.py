@@ -31,7 +31,7 @@ class _Piece:
 
     @property
     def context(self) -> int:
-        return self.span.start + self.first + self.num_tokens
+        return self.span.end if self.span.sees_ahead else self.span.start + self.first + self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,17 @@ class GroupedAttention(PagedAttention[GroupedLayout]):
         return as_tensor(query_index), as_tensor(output_index), as_tensor(target_index)
 
     def _mask(self, pieces: Sequence[_Piece], num_queries: int, context: int) -> torch.Tensor | None:
-        if len(pieces) == 1 and num_queries == 1:
+        if len(pieces) == 1 and num_queries == 1 and pieces[0].span.window is None:
             return None  # the one query is the newest token: it sees all that is read
         first_query = torch.tensor([piece.span.start + piece.first for piece in pieces])
         last_visible = first_query[:, None] + torch.arange(num_queries)  # [B, Q]
         visible = torch.arange(context) <= last_visible[:, :, None]  # [B, Q, L]
         for row, piece in enumerate(pieces):
+            if piece.span.sees_ahead:
+                visible[row] = torch.arange(context) < piece.context
+            if piece.span.window is not None:
+                distance = torch.arange(context) - last_visible[row, :, None]
+                visible[row] &= distance.abs() < piece.span.window
             if piece.span.parents is not None:
                 tree = piece.span.tree_mask()[piece.first : piece.first + piece.num_tokens]
                 width = piece.context - piece.span.tree_start

@@ -17,6 +17,8 @@ SPECULATORS: tuple[str, ...] = (
     "eagle3",
     "mtp",
     "medusa",
+    "dflash",
+    "dspark",
     "frozen_kv_mtp",
     SYNTHETIC,
     "uno",

@@ -33,6 +33,16 @@ class EagleOverrides:
 
 
 @dataclass(frozen=True)
+class BlockOverrides:
+    """What a user knows better than a block drafter's own files, one field per convention. None: as the files say."""
+
+    taps: str | None = None  # numbers of hidden states of the target, "2,10,18"
+    final_norm: bool | None = None  # a tap behind the last layer is read after the target's final norm
+    anchor: str | None = None  # rows of a block draft the token at their own position ("drop") or the next ("first")
+    causal: str | None = None  # rows see only what is before them: in "none" of the layers, in "sliding" ones, in "all"
+
+
+@dataclass(frozen=True)
 class SuffixSettings:
     """What only suffix decoding reads. Lengths in tokens."""
 
@@ -58,6 +68,8 @@ class SpeculationSettings:
     tree_top_k: int | None = None
     suffix: SuffixSettings = SuffixSettings()
     eagle: EagleOverrides = EagleOverrides()
+    block: BlockOverrides = BlockOverrides()
+    confidence_threshold: float = 0.0  # of a DSpark's drafted token, 0..1; 0 keeps all
     mtp_zero_centred: bool | None = None  # an MTP module's norms are stored as their distance from one
     synthetic_acceptance: str | None = None  # rates by position, or a mean number of tokens (`synthetic_rates`)
 

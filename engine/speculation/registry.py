@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from engine.speculation.block_recipe import prepare_dflash, prepare_dspark
 from engine.speculation.draft_model_recipe import DraftModelRecipe
 from engine.speculation.eagle_recipe import prepare_eagle, prepare_eagle3
 from engine.speculation.first_of_recipe import FirstOfRecipe
@@ -84,6 +85,8 @@ _RECIPES: Mapping[str, Callable[[SpeculationSettings, TargetFacts], Recipe]] = M
         "eagle3": prepare_eagle3,
         "mtp": MtpRecipe,
         "medusa": MedusaRecipe,
+        "dflash": prepare_dflash,
+        "dspark": prepare_dspark,
         "frozen_kv_mtp": FrozenKvRecipe,
         "synthetic": prepare_synthetic,
         "uno": UnoRecipe,

@@ -30,6 +30,7 @@ from tests.draft_files import draft_files, has_files
 from tests.inprocess import Drafter, InProcessEngine, Shape
 from tests.lossless import request
 from tests.tiny import write_noisy_copy, write_tiny_model
+from tests.tiny_blocks import FITTED_DFLASH, FITTED_DSPARK, write_block
 from tests.tiny_drafters import FITTED_EAGLE, Published, write_eagle
 from tests.tiny_frozen_kv import write_frozen_kv
 from tests.tiny_medusa import PublishedMedusa, write_medusa
@@ -60,6 +61,11 @@ VALUES: dict[str, str | dict[str, str]] = {
     "eagle_vocabulary_map": "ids",
     "mtp_zero_centred": "true",
     "synthetic_acceptance": "1,1,1,1,1",
+    "block_taps": "2,1",
+    "block_final_norm": "true",
+    "block_anchor": "drop",
+    "block_causal": "all",
+    "confidence_threshold": "0.95",
 }
 BESIDE = {"tree_depth": ("--tree-top-k", "3"), "lookup_max": ("--lookup-min", "1")}  # without which they say nothing
 ALPHABET = tuple(range(40, 46))  # so small that text repeats and one token is often followed by several
@@ -96,6 +102,9 @@ class Bench:
                 return _two_readings(write_eagle(directory, self._target, published, seed=seed))
             case "mtp":
                 return write_mtp(directory, self._target, DEEPSEEK, seed=seed)
+            case "dflash" | "dspark":
+                block = FITTED_DFLASH if name == "dflash" else FITTED_DSPARK
+                return write_block(directory, self._target, block, seed=seed)
             case "medusa":
                 return write_medusa(directory, self._target, PublishedMedusa(), seed=seed)
             case "frozen_kv_mtp":

@@ -1,0 +1,172 @@
+"""`--speculator dflash` and `dspark`: from options and files to a block drafter that is checked, then built.
+
+Owns what of a checkpoint is read before any weight: its layout, its shapes, what it shares with the target, the memory it
+takes. Called by the registry.
+"""
+
+import logging
+from collections.abc import Mapping
+from math import prod
+
+import torch
+
+from engine.kv.pool import KVPool, KVShape
+from engine.speculation.block_drafter import BlockPlan, BlockSpeculator
+from engine.speculation.block_layout import BlockFacts
+from engine.speculation.block_model import BlockConventions, BlockModel
+from engine.speculation.block_passes import BlockPasses, BlockSight
+from engine.speculation.block_shape import read_shape
+from engine.speculation.block_weights import BlockShape, expected_tensors, load_weights, read_map
+from engine.speculation.draft_options import read_draft_options
+from engine.speculation.drafter_tensors import DrafterTensors
+from engine.speculation.drafter_weights import MAPS
+from engine.speculation.first_token_watch import FirstTokenWatch
+from engine.speculation.recipe import (
+    Progress,
+    Recipe,
+    SpeculationSettings,
+    Target,
+    TargetFacts,
+    draft_model_files,
+)
+from engine.speculation.speculator import Capabilities, Speculator
+from protocol.model_files import ModelFilesError
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_dflash(settings: SpeculationSettings, facts: TargetFacts) -> Recipe:
+    return _BlockRecipe(settings, facts, "dflash")
+
+
+def prepare_dspark(settings: SpeculationSettings, facts: TargetFacts) -> Recipe:
+    """DFlash with a Markov head, and with a confidence head or without."""
+    return _BlockRecipe(settings, facts, "dspark")
+
+
+class _BlockRecipe(Recipe):
+    """Raises as `engine.speculation.registry.prepare` does."""
+
+    def __init__(self, settings: SpeculationSettings, facts: TargetFacts, name: str) -> None:
+        self._name = name
+        options = read_draft_options(settings, name, has_trees=False)
+        self._tensors, config = _open(settings, name)
+        shape = read_shape(self._tensors, config, settings.block, facts)
+        _check_name(self._tensors, shape, name)
+        self._tensors.check(
+            expected_tensors(shape), MAPS if shape.has_map else frozenset(), f"a {name} drafter of this config.json"
+        )
+        read_map(self._tensors, shape)  # refused now rather than after the target is loaded
+        self._shape = shape
+        taps = tuple(dict.fromkeys(shape.facts.taps))  # the target gives each once
+        self._plan = BlockPlan(
+            is_sampled=options.is_sampled,
+            threshold=_threshold(self._tensors, shape, settings),
+            context_length=min(shape.arch.context_length, facts.max_model_len),
+            tap_order=tuple(taps.index(tap) for tap in shape.facts.taps),
+        )
+        self.capabilities = Capabilities(
+            max_draft_len=_length(shape.facts, settings),
+            sources=(name,),
+            gives_probs=options.is_sampled,
+            taps=taps,
+        )
+        arch = shape.arch
+        self.kv_shape = KVShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, facts.block_size, facts.dtype)
+        self.weight_bytes = _weight_bytes(shape, facts.dtype)
+        self._log(facts)
+
+    def build(self, target: Target, on_progress: Progress | None = None) -> Speculator:
+        weights = load_weights(self._tensors, self._shape, target.model)
+        facts, target_arch = self._shape.facts, target.model.arch
+        conventions = BlockConventions(
+            last_layer=tuple(tap == target_arch.num_layers for tap in facts.taps),
+            target_eps=target_arch.norm_eps,
+            embedding_scale=facts.embedding_scale,
+            output_multiplier=facts.output_multiplier,
+            softcap=facts.softcap,
+        )
+        assert self.kv_shape is not None
+        passes = BlockPasses(
+            BlockModel(self._shape.arch, weights, conventions),
+            KVPool(self.kv_shape, target.num_blocks, target.model.device),
+            BlockSight(facts.windows, facts.causal),
+            facts.mask_token_id,
+            facts.anchor_rows,
+        )
+        watch = FirstTokenWatch(self._name, _suspects(facts))
+        return BlockSpeculator(passes, self._plan, self.capabilities, watch)
+
+    def _log(self, facts: TargetFacts) -> None:
+        shape = self._shape
+        own = [name for name, is_own in (("embedding", shape.has_embedding), ("head", shape.has_head)) if is_own]
+        logger.info(
+            "drafter speculator=%s path=%s %s layers=%d markov=%s confidence=%s vocabulary=%d of %d own=%s context=%d "
+            "weight_mib=%d",
+            self._name, self._tensors.directory, shape.facts, shape.arch.num_layers,
+            "none" if shape.markov is None else f"{shape.markov.kind}/{shape.markov.rank}",
+            str(shape.has_confidence).lower(), shape.draft_vocab_size, shape.arch.vocab_size,
+            "+".join(own) or "nothing", shape.arch.context_length, self.weight_bytes >> 20,
+        )  # fmt: skip
+        if shape.arch.context_length < facts.max_model_len:
+            logger.warning(
+                "the drafter was made for shorter texts: sequences longer than that run without drafts "
+                "speculator=%s context=%d max_model_len=%d",
+                self._name, shape.arch.context_length, facts.max_model_len,
+            )  # fmt: skip
+
+
+def _open(settings: SpeculationSettings, name: str) -> tuple[DrafterTensors, Mapping[str, object]]:
+    """Tensors and config.json."""
+    if settings.draft_model is None:
+        raise ValueError(
+            f"--speculator {name} needs --draft-model: the directory of the drafter's config.json and weights"
+        )
+    files = draft_model_files(settings.draft_model)
+    if files.kind != "hf":
+        raise ModelFilesError(f"{files.path}: a {name} drafter is a Hugging Face directory, not a GGUF file")
+    return DrafterTensors(files.path), files.config
+
+
+def _check_name(tensors: DrafterTensors, shape: BlockShape, name: str) -> None:
+    is_dspark = shape.markov is not None or shape.has_confidence
+    right = "dspark" if is_dspark else "dflash"
+    if name != right:
+        has = "has a Markov or confidence head" if is_dspark else "has no Markov head"
+        raise ValueError(f"{tensors.directory} {has}: it is a {right} drafter, say --speculator {right}")
+
+
+def _threshold(tensors: DrafterTensors, shape: BlockShape, settings: SpeculationSettings) -> float:
+    threshold = settings.confidence_threshold
+    if not 0.0 <= threshold <= 1.0:
+        raise ValueError(f"--confidence-threshold must be between 0 and 1, got {threshold}")
+    if threshold and not shape.has_confidence:
+        raise ValueError(f"--confidence-threshold says nothing: {tensors.directory} has no confidence head")
+    return threshold
+
+
+def _length(facts: BlockFacts, settings: SpeculationSettings) -> int:
+    asked, most = settings.num_draft_tokens, facts.max_tokens
+    if asked is not None and asked > most:
+        raise ValueError(
+            f"--num-draft-tokens {asked} is more than the {most} that a block of {facts.block_size} rows drafts, "
+            "which is what the drafter was trained for"
+        )
+    return most if asked is None else asked
+
+
+def _weight_bytes(shape: BlockShape, dtype: torch.dtype) -> int:
+    sizes = expected_tensors(shape).values()
+    total = sum(prod(size) * (torch.float32 if len(size) == 1 else dtype).itemsize for size in sizes)
+    if shape.has_map and not shape.has_head:  # the target's rows, copied
+        total += shape.draft_vocab_size * shape.arch.hidden_size * dtype.itemsize
+    return total
+
+
+def _suspects(facts: BlockFacts) -> str:
+    taps = ",".join(map(str, facts.taps))
+    return (
+        f"which rows of a block predict which tokens (--block-anchor, now {facts.anchor}), then the hidden states it "
+        f"reads (--block-taps, now {taps}), what its rows see (--block-causal, now {facts.causal}) and "
+        f"--block-final-norm (now {facts.final_norm})"
+    )
