@@ -10,7 +10,7 @@ embedded model the text takes a quarter of an hour and a drafter the --minutes i
 import argparse
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,8 @@ from tools.drafter_training.prompts import training_prompts
 from tools.drafter_training.training import Batch, Prediction, Teacher, Trainer
 
 DRAFTERS = ("eagle3", "mtp", "medusa")
-REPORT_EVERY = 20  # steps
+REPORT_EVERY, CHECK_EVERY = 20, 100  # steps
+HELD_OUT = 20
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def read_options() -> argparse.Namespace:
         "--answers", type=Path, help="file that keeps the target's text: read if it exists, else written"
     )
     parser.add_argument("--answer-tokens", type=int, default=80_000, help="tokens of text (default 80000)")
-    parser.add_argument("--vocabulary", type=int, default=8192, help="tokens the drafter knows (default 8192)")
+    parser.add_argument("--vocabulary", type=int, default=12288, help="tokens the drafter knows (default 12288)")
     parser.add_argument("--minutes", type=float, default=22, help="most minutes of training (default 22)")
     parser.add_argument("--steps", type=int, default=2000, help="most steps of training (default 2000)")
     parser.add_argument(
@@ -183,17 +184,25 @@ def _head_logits(model: MedusaModel, head: int, read: torch.Tensor, chosen: torc
 
 
 def train(trainer: Trainer, answers: list[Answer], options: argparse.Namespace) -> None:
+    """One answer of `HELD_OUT` is kept back, to see now and then what the drafter makes of text it does not know."""
     random.Random(options.seed).shuffle(answers)
+    unseen, seen = answers[::HELD_OUT], [answer for index, answer in enumerate(answers) if index % HELD_OUT]
     with bar() as progress:
         task = progress.add_task(f"{options.drafter} learns", total=options.steps, note="")
         recent: list[tuple[float, ...]] = []
-        for report in trainer.run(answers, options.batch_tokens, options.seed, options.minutes):
+        for report in trainer.run(seen, options.batch_tokens, options.seed, options.minutes):
             recent = [*recent[1 - REPORT_EVERY :], report.agreement]
-            agreement = " ".join(f"{100 * sum(column) / len(recent):.0f}%" for column in zip(*recent, strict=True))
-            note = f"loss {report.loss:.2f}, agrees with the target {agreement}"
-            progress.update(task, completed=report.step, note=note)
-            if report.step % (10 * REPORT_EVERY) == 0:
-                progress.console.print(f"step {report.step}: {note}", highlight=False)
+            mean = tuple(sum(column) / len(recent) for column in zip(*recent, strict=True))
+            progress.update(task, completed=report.step, note=f"agrees with the target {percent(mean)}")
+            if report.step % CHECK_EVERY == 0:
+                new = percent(trainer.agreement(unseen, options.batch_tokens))
+                note = f"step {report.step}: agrees with the target {percent(mean)}, in new text {new}"
+                progress.console.print(note, highlight=False)
+    print(f"in new text agrees with the target {percent(trainer.agreement(unseen, options.batch_tokens))}")
+
+
+def percent(shares: Sequence[float]) -> str:
+    return " ".join(f"{100 * share:.0f}%" for share in shares) or "(all of it is too short)"
 
 
 def bar() -> Progress:

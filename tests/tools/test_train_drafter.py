@@ -58,6 +58,7 @@ def test_the_distributions_that_were_trained_are_those_that_draft(
         for parameter in trainable.module.parameters():
             noisy = parameter + 0.05 * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noisy.to(torch.bfloat16).float())  # as it is written
+    trainable.module.eval()
     trainable.write(parsed.out)
     history = torch.randint(3, 320, (14,), generator=generator).tolist()
     drafted, probs = _draft(drafter, target, parsed.out, history)

@@ -21,6 +21,8 @@ from engine.model.arch import ArchConfig
 from engine.model.decoder import DecoderModel
 from engine.model.rope import attention_factor, inverse_frequencies, rotate
 
+DROPPED = 0.1
+
 
 @dataclass(frozen=True)
 class Unrolled:
@@ -61,6 +63,10 @@ class PairModel(nn.Module, ABC):
     def fed_back(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """The feature of the next step, from the layer's output and its norm."""
 
+    def blurred(self, x: torch.Tensor) -> torch.Tensor:
+        """What a layer reads, with some of it missing while it learns: the text is short and soon known by heart."""
+        return F.dropout(x, DROPPED, self.training)
+
     def normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, self.arch.norm_eps)
 
@@ -72,10 +78,10 @@ class PairModel(nn.Module, ABC):
             length = num_pairs - step
             embedded = F.embedding(token_ids[:, 1 + step :], self.embedding)
             read, residual = self.enter(features[:, :length], embedded)
-            attended = chain.attend(F.linear(read, self.qkv), self._rotation(step, length))
+            attended = chain.attend(F.linear(self.blurred(read), self.qkv), self._rotation(step, length))
             hidden = residual + F.linear(attended, self.out)
             gate, up = F.linear(self.normed(hidden, self.ffn_norm), self.gate_up).chunk(2, dim=-1)
-            hidden = hidden + F.linear(F.silu(gate) * up, self.down)
+            hidden = hidden + F.linear(self.blurred(F.silu(gate) * up), self.down)
             normed = self.normed(hidden, self.output_norm)
             yield Unrolled(normed, length)
             features = self.fed_back(hidden, normed)
