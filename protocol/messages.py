@@ -11,7 +11,7 @@ import msgspec
 from protocol.reasons import CloseReason, DetachReason, FinishReason, RejectReason
 from protocol.sampling import SamplingParams
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True, gc=False):
