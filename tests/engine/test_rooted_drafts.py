@@ -20,7 +20,6 @@ from engine.speculation.speculator import Capabilities, CommittedSpan, DraftRow,
 from engine.speculation.uno_recipe import UNSUPPORTED_SAMPLING
 from protocol.messages import Round, Submit
 from protocol.sampling import SamplingParams
-from tests.draft_files import draft_files
 from tests.inprocess import Answer, Drafter, InProcessEngine, Logits, Shape
 from tests.lossless import Plain, Scenario, alone, assert_equal, check_books, play, request
 from tests.tiny import write_tiny_model
@@ -211,9 +210,10 @@ def test_a_root_takes_a_slot_and_has_no_log_probabilities(target: Path) -> None:
 # ---- UNO behind the whole engine ----
 
 
-def uno(target: Path, **settings: object) -> Drafter:
-    files = draft_files("uno", target.with_name(f"{target.name}-uno"), target)
-    return Drafter("uno", "uno", SpeculationSettings(draft_model=str(files), **settings))  # type: ignore[arg-type]
+def uno(target: Path, directory: Path, **settings: object) -> Drafter:
+    """With a random adapter, whose guesses are as good as never right."""
+    adapter = write_uno(directory, target)
+    return Drafter("uno", "uno", SpeculationSettings(draft_model=str(adapter), **settings))  # type: ignore[arg-type]
 
 
 REFUSED: dict[str, dict[str, object]] = {
@@ -229,14 +229,14 @@ REFUSED: dict[str, dict[str, object]] = {
 }
 
 
-def test_what_uno_cannot_serve_runs_plain_beside_what_it_can(target: Path, plain: Plain) -> None:
+def test_what_uno_cannot_serve_runs_plain_beside_what_it_can(target: Path, plain: Plain, tmp_path: Path) -> None:
     assert REFUSED.keys() == UNSUPPORTED_SAMPLING
     own = request(0, [5, 9, 70, 5], {"temperature": 0.0, "ignore_eos": True, "max_tokens": 14})
     others = [
         request(1 + number, [5, 9, 70, 5], {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8, **options})
         for number, options in enumerate(REFUSED.values())
     ]
-    engine = InProcessEngine(target, Shape(max_num_seqs=12), uno(target, num_draft_tokens=4))
+    engine = InProcessEngine(target, Shape(max_num_seqs=12), uno(target, tmp_path / "adapter", num_draft_tokens=4))
     for one in (own, *others):
         engine.submit(one)
     engine.run_dry()
@@ -277,9 +277,7 @@ def test_sampled_drafts_leave_the_targets_law(tmp_path: Path) -> None:
             for token, share in zip(best.indices.tolist(), (best.values / 8.0).softmax(dim=0).tolist(), strict=True):
                 longer[(*path, token)] = mass * share
         law = longer
-    adapter = write_uno(tmp_path / "adapter", target)
-    settings = SpeculationSettings(draft_model=str(adapter), num_draft_tokens=3, draft_sampling="sampled")
-    drafter = Drafter("uno", "uno", settings)
+    drafter = uno(target, tmp_path / "adapter", num_draft_tokens=3, draft_sampling="sampled")
     engine = InProcessEngine(target, Shape(max_num_seqs=64, num_blocks=500), drafter)
     sampling = {"temperature": 8.0, "top_k": 2, "max_tokens": 4, "ignore_eos": True}
     for number in range(count):
