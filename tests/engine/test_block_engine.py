@@ -58,14 +58,9 @@ def drafter_of(directory: Path, label: str, **more: object) -> Drafter:
     return Drafter(label, name, SpeculationSettings(draft_model=str(directory / name), **settings, **more))
 
 
-@pytest.mark.parametrize(
-    ("scenario", "label"),
-    [("cached", "dflash"), ("cached", "dspark-cut"), ("cached", "dspark-sampled-cut"), ("cramped", "dspark-cut")],
-)
-def test_answers_are_the_plain_ones_when_drafts_are_often_right(
-    directory: Path, plain: Plain, scenario: str, label: str
-) -> None:
-    traffic = SCENARIOS[scenario](plain)
+@pytest.mark.parametrize("label", ["dflash", "dspark-cut", "dspark-sampled-cut"])
+def test_answers_are_the_plain_ones_when_drafts_are_often_right(directory: Path, plain: Plain, label: str) -> None:
+    traffic = SCENARIOS["cached"](plain)
     counters = check(directory / "target", traffic, drafter_of(directory, label), plain, assert_equal)
     assert counters.accepted_per_pos[0] > 0.1 * counters.draft_rounds, "the drafter is hardly ever right"
     assert (counters.plain_rounds > 0.2 * counters.draft_rounds) == label.endswith("cut"), "cut to nothing, or never"
@@ -75,7 +70,7 @@ def test_answers_are_the_plain_ones_when_drafts_are_often_right(
 def test_sampled_drafts_leave_the_targets_law(directory: Path, label: str) -> None:
     """All 27 answers of three tokens, top_k 3 each, against their exact probabilities: false alarm once in a million."""
     critical = 79.0  # chi-square with 26 degrees of freedom: exceeded with probability 3e-7
-    prompt, count = [5, 9, 70, 5, 9, 70, 5], 1200
+    prompt, count = [5, 9, 70, 5, 9, 70, 5], 800
     logits = Logits(directory / "target", "cpu", "fp32")
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
