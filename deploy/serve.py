@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -47,6 +48,7 @@ ENGINE_DRAIN_S = 5.0  # its frontends have gone by then: of one that was killed,
 # Beyond its drain time: 2 s for the last words, 1 s for open connections, 5 s to flush telemetry to a collector that hangs.
 FRONTEND_STOP_MARGIN_S = 10.0
 READY_POLL_S = 0.1
+_ATTACHED = re.compile(rb"^drafthouse:frontends_attached\{.*\} (\S+)$", re.MULTILINE)
 _ENGINE_OWN = ("listen", "allow_plaintext_tcp", "drain_timeout_s", "curve_key_file", "curve_client_keys", "alive_file")
 _FRONTEND_OWN = (
     "engine", "allow_plaintext_tcp", "reuse_port", "drain_timeout_s", "curve_key_file", "curve_server_key_file",
@@ -219,13 +221,17 @@ async def _announce(plan: Plan, port: int, supervisor: Supervisor) -> None:
 
 
 async def _until_ready(plan: Plan, port: int, supervisor: Supervisor) -> None:
-    """Until every frontend listens and answers that all engines are ready. The kernel spreads connections over them."""
+    """Until every frontend listens, every engine has them all, and whoever answers says that all engines are ready.
+
+    The kernel spreads connections over the frontends: asking cannot reach each of them, so the engines are asked as well.
+    """
     host = _reachable(plan.frontend.host)
     in_a_row = 0
     while not _all_listen(supervisor, port):
         await asyncio.sleep(READY_POLL_S)
     while in_a_row < 3 * plan.serve.frontends:
-        in_a_row = in_a_row + 1 if await _is_ready(host, port, plan.serve.engines) else 0
+        is_ready = await _are_attached(host, port, plan) and await _is_ready(host, port, plan.serve.engines)
+        in_a_row = in_a_row + 1 if is_ready else 0
         if in_a_row == 0:
             await asyncio.sleep(READY_POLL_S)
 
@@ -244,17 +250,28 @@ def _listens(pid: int, port: int) -> bool:
 
 
 async def _is_ready(host: str, port: int, num_engines: int) -> bool:
+    answer = await _get(host, port, "/ready")
+    return b" 200 " in answer.partition(b"\r\n")[0] and answer.count(b'"ready":true') == num_engines
+
+
+async def _are_attached(host: str, port: int, plan: Plan) -> bool:
+    """Whether every engine counts as many frontends as were started."""
+    counts = _ATTACHED.findall(await _get(host, port, "/metrics"))
+    return len(counts) == plan.serve.engines and all(float(count) >= plan.serve.frontends for count in counts)
+
+
+async def _get(host: str, port: int, path: str) -> bytes:
+    """The answer of some frontend, head and body; empty where there was none."""
     try:
         async with asyncio.timeout(2):
             reader, writer = await asyncio.open_connection(host, port)
             try:
-                writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                answer = await reader.read()
-                return b" 200 " in answer.partition(b"\r\n")[0] and answer.count(b'"ready":true') == num_engines
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+                return await reader.read()
             finally:
                 writer.close()
     except (OSError, TimeoutError):
-        return False
+        return b""
 
 
 def _flags(plan: Plan, kind: type[msgspec.Struct], without: tuple[str, ...] = ()) -> list[str]:
