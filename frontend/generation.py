@@ -141,7 +141,7 @@ class Generation:
                 max((choice.num_tokens for choice in self.choices), default=0),
                 seconds=self.clock() - self.arrived_s,
                 operation=self.job.operation,
-                error_type=None if self._is_whole else reason,
+                error_type=None if self._is_whole and reason != "error" else reason,  # whole, and lost in writing it
                 trace=self._exemplar,
                 engine=self._engine_id,
             )

@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from frontend.app import build_app
 from frontend.detokenizer import Detokenizer
+from frontend.metrics import FrontendMetrics
 from protocol.reasons import CloseReason
 from tests.frontend.fakes_client import FakeEngineClient, hello, server_over
 
@@ -122,10 +123,28 @@ async def test_http_4_a_plain_answer_that_fails_after_good_tokens_is_a_500_and_t
     assert good.status == 200
 
 
-async def test_a_failure_while_an_answer_is_put_together_is_counted_as_ours(http, monkeypatch, caplog):
+async def test_a_failure_while_a_stream_is_put_together_is_counted_as_ours(http, monkeypatch, caplog):
     caplog.set_level(logging.CRITICAL)
+    monkeypatch.setattr("frontend.choices.Choice.take", lambda choice: 1 / 0)
+    response = await http.post(COMPLETIONS, json=asked(COMPLETIONS, [[582]] * 3, stream=True))
+    assert response.status == 500
+    assert await finished(http, "error") == 1
+    assert await finished(http, "abort") == 0
+
+
+async def test_a_failure_while_a_plain_answer_is_put_together_ends_the_request_in_error(http, monkeypatch, caplog):
+    """Its children had ended by themselves, and stay counted so; the request as a whole did not succeed."""
+    caplog.set_level(logging.CRITICAL)
+    ends = []
+    ended = FrontendMetrics.request_ended
+    monkeypatch.setattr(
+        FrontendMetrics,
+        "request_ended",
+        lambda *args, **named: (ends.append(named["error_type"]), ended(*args, **named)),
+    )
     monkeypatch.setattr("frontend.choices.Choice.take", lambda choice: 1 / 0)
     response = await http.post(COMPLETIONS, json=asked(COMPLETIONS, [[582]] * 3))
     assert response.status == 500
-    assert await finished(http, "error") == 1
+    assert ends == ["error"]
+    assert await finished(http, "length") + await finished(http, "stop") == 1
     assert await finished(http, "abort") == 0
