@@ -18,7 +18,7 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "SECURITY.md"
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]+)")
 OTHERS = re.compile(r"\b(?:docker|docker-compose|kubectl|kustomize) [^`\n]*")  # commands whose options are not ours
-SOURCE_PATH = re.compile(r"`((?:engine|frontend|protocol|deploy|tests)/[\w/]+\.(?:py|sh))`")
+SOURCE_PATH = re.compile(r"`((?:engine|frontend|protocol|deploy|tests|tools)/[\w/]+\.(?:py|sh))`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -31,7 +31,8 @@ CONFIGS = {"engine": EngineConfig, "frontend": FrontendConfig, "report": ReportC
 def known_flags() -> set[str]:
     roles = [table(EngineConfig), table(FrontendConfig), serve_options(), table(ReportConfig)]
     options = [option for role in roles for option in role.values()]
-    return {option.flag for option in options} | {"--config", "--help", "--version", "--frontends"}
+    trainer = re.findall(r'"(--[a-z-]+)"', (ROOT / "tools" / "train_drafter.py").read_text())  # importing it loads torch
+    return {option.flag for option in options} | {"--config", "--help", "--version", "--frontends", *trainer}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
