@@ -24,6 +24,8 @@ LONG = (
     "tests/engine/test_lossless.py",
     "tests/chaos/test_chaos_schedule.py",
     "tests/gpu/test_gpu_check.py",
+    "tests/speculation/test_recipe_options.py",
+    "tests/speculation/test_worked_example.py",
     "tests/e2e/test_drain_grace.py",
     "tests/e2e/test_fence.py",
     "tests/e2e/test_overload.py",
