@@ -4,7 +4,7 @@
 
 help:
 	@echo "make serve     install if needed and serve the default model on http://127.0.0.1:8000"
-	@echo "make test      install if needed and run the tests (about a quarter of an hour on two cores)"
+	@echo "make test      install if needed and run the tests (about 20 minutes on two cores)"
 	@echo "make install   install only"
 	@echo "make check     format, lint, types, architecture tests (under a minute)"
 	@echo "make cases     the long forms of the failure cases"
