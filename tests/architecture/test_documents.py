@@ -31,7 +31,9 @@ CONFIGS = {"engine": EngineConfig, "frontend": FrontendConfig, "report": ReportC
 def known_flags() -> set[str]:
     roles = [table(EngineConfig), table(FrontendConfig), serve_options(), table(ReportConfig)]
     options = [option for role in roles for option in role.values()]
-    trainer = re.findall(r'"(--[a-z-]+)"', (ROOT / "tools" / "train_drafter.py").read_text())  # importing it loads torch
+    trainer = re.findall(
+        r'"(--[a-z-]+)"', (ROOT / "tools" / "train_drafter.py").read_text()
+    )  # importing it loads torch
     return {option.flag for option in options} | {"--config", "--help", "--version", "--frontends", *trainer}
 
 
