@@ -6,6 +6,7 @@ stack of three frontends and two engines, and each leaves it quiet.
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ pytestmark = [
 RULES = Path(__file__).resolve().parents[2] / "deploy" / "monitoring" / "rules.yml"
 FRONTENDS, ENGINES = 3, 2
 CLIENTS = 12
+SPANS_KEPT_S = 7.0  # an exporter that failed once waits some seconds
 SAMPLE = re.compile(r"^(\S+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
@@ -98,7 +100,7 @@ def sums(load: Load) -> dict[str, float]:
 def serve_exactly(stack: Stack, num_requests: int) -> None:
     """A load whose answers must add up to the counters' increments, read through every frontend."""
     before = totals(get(f"{stack.api_url}/metrics/engine"))
-    spans_before = stack.span_counts()
+    spans_before = last_span_counts(stack)
     with Load(stack.api_port, CLIENTS, max_tokens=48, num_requests=num_requests) as load:
         load.wait()
     assert load.summary() == {"complete": num_requests}
@@ -108,6 +110,17 @@ def serve_exactly(stack: Stack, num_requests: int) -> None:
         assert {name: page[name] - before[name] for name in page} == answered, f"through {frontend}"
     expect_spans(stack, spans_before, answered, num_requests)
     expect_prometheus(stack)
+
+
+def last_span_counts(stack: Stack) -> dict:
+    """What the collector was sent once the spans of what ran before have come: a failed export is tried again."""
+    counts, unchanged_since_s = stack.span_counts(), time.monotonic()
+    while time.monotonic() - unchanged_since_s < SPANS_KEPT_S:
+        time.sleep(0.5)
+        now = stack.span_counts()
+        if now != counts:
+            counts, unchanged_since_s = now, time.monotonic()
+    return counts
 
 
 def expect_spans(stack: Stack, before: dict, answered: dict[str, float], num_requests: int) -> None:
