@@ -1,17 +1,18 @@
-"""torch's profiler as a recorder of windows, and the clock that names the four phases in it.
+"""torch's profiler as a recorder of windows, and the clock that names the four phases and what drafters do in them.
 
-Owns what exists only while a window is recorded: the profiler and a clock around the executor's own. Outside a window the
-executor has its plain clock and nothing of this module runs. Never writes where users look; driven by `engine.profiler`.
-Imports torch only to record.
+Owns what exists only while a window is recorded: the profiler, a clock around the executor's own and the ranges of
+`engine.stages`. Outside a window the executor has its plain clock and nothing of this module runs. Never writes where users
+look; driven by `engine.profiler`. Imports torch only to record.
 """
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from engine.clock import PhaseClock
+from engine.stages import StageRanges
 from protocol.messages import Phase, PhaseTimes
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ProfiledClock(PhaseClock):
         self.num_steps = 0
         self._inner = inner
         self._named_range = named_range
+        self._phase: str | None = None
 
     def start(self) -> None:
         self._inner.start()
@@ -43,8 +45,16 @@ class ProfiledClock(PhaseClock):
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         self.num_steps += phase is Phase.VERIFY
-        with self._named_range(phase.name.lower()), self._inner.phase(phase):
-            yield
+        before, self._phase = self._phase, phase.name.lower()
+        try:
+            with self._named_range(self._phase), self._inner.phase(phase):
+                yield
+        finally:
+            self._phase = before
+
+    def stage(self, name: str) -> AbstractContextManager[object]:
+        """A range for a part of the phase that runs, named "draft/markov"; none outside the phases."""
+        return nullcontext() if self._phase is None else self._named_range(f"{self._phase}/{name}")
 
     def read(self) -> PhaseTimes:
         return self._inner.read()
@@ -59,6 +69,7 @@ class TorchRecorder:
         self._on_cuda = on_cuda
         self._profiler: torch.profiler.profile | None = None
         self._clock: ProfiledClock | None = None
+        self._stages = StageRanges()
         with self._make_profiler(on_cuda=False):  # CUPTI is loaded by the first window: until then it costs nothing
             pass
 
@@ -70,10 +81,15 @@ class TorchRecorder:
     def begin(self) -> None:
         """Start a window. Raises whatever torch raises; then nothing is recorded and the clock is the plain one."""
         profiler = self._make_profiler(on_cuda=self._on_cuda)
-        profiler.start()
-        self._profiler = profiler
-        self._clock = ProfiledClock(self._executor.clock, _device_range if self._on_cuda else _host_range)
-        self._executor.clock = self._clock
+        clock = ProfiledClock(self._executor.clock, _device_range if self._on_cuda else _host_range)
+        self._stages.install(clock.stage)
+        try:
+            profiler.start()
+        except BaseException:
+            self._stages.remove()
+            raise
+        self._profiler, self._clock = profiler, clock
+        self._executor.clock = clock
 
     def end(self, path: Path) -> None:
         """Stop the window and write its Chrome trace. Whatever is raised, nothing is recorded afterwards.
@@ -85,6 +101,7 @@ class TorchRecorder:
             raise RuntimeError("no window is being recorded")
         self._profiler = self._clock = None
         self._executor.clock = clock._inner
+        self._stages.remove()
         profiler.stop()
         profiler.export_chrome_trace(str(path))
 

@@ -29,6 +29,7 @@ ENGINE_LAYERS = {
     "engine.handover": 1.1,
     "engine.peers": 1.1,
     "engine.heartbeats": 1.1,
+    "engine.stages": 1.1,
     "engine.recorder": 1.2,
     "engine.profiler": 1.2,
     "engine.listening": 1.2,
