@@ -24,18 +24,16 @@ SUFFIX_OPTIONS = (
     "suffix_min_probability", "suffix_mode", "suffix_share",
 )  # fmt: skip
 EAGLE_DRAFTERS = ("eagle", "eagle3")
-TREE_DRAFTERS = (*EAGLE_DRAFTERS, "medusa", "uno")
+BLOCK_DRAFTERS = ("dflash", "dspark")
+TREE_DRAFTERS = (*EAGLE_DRAFTERS, "medusa", *BLOCK_DRAFTERS, "uno")
 MODEL_DRAFTERS = (
     "draft_model",
     "mtp",
     "frozen_kv_mtp",
-    "dflash",
-    "dspark",
     *TREE_DRAFTERS,
 )  # speculators that load weights of their own
 MTP_OPTIONS = ("mtp_zero_centred",)
 SYNTHETIC_OPTIONS = ("synthetic_acceptance",)
-BLOCK_DRAFTERS = ("dflash", "dspark")
 BLOCK_OPTIONS = ("block_taps", "block_final_norm", "block_anchor", "block_causal")
 DSPARK_OPTIONS = ("confidence_threshold",)
 DRAFTER_OPTIONS = ("draft_model", "draft_sampling")  # what only they read
@@ -137,12 +135,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=32,
-            description="eagle, eagle3, medusa, uno: draft a tree with so many children per node; 0: a chain",
+            description="eagle, eagle3, medusa, dflash, dspark, uno: draft a tree of so many children per node; 0: a chain",
         ),
     ] = 0
     tree_depth: Annotated[
         int | None,
-        Meta(ge=1, le=16, description="levels of the tree; default: 5, uno 8, or one for each medusa head"),
+        Meta(
+            ge=1,
+            le=16,
+            description="levels of the tree; default: 5, uno 8, one for each medusa head or token of a block",
+        ),
     ] = None
     eagle_taps: Annotated[
         str | None,

@@ -60,6 +60,10 @@ _SETTINGS: Mapping[str, tuple[SpeculationSettings, ...]] = {
         SpeculationSettings(num_draft_tokens=3, draft_sampling="sampled"),
         SpeculationSettings(num_draft_tokens=12, tree_top_k=6),
     ),
+    "dspark": (
+        SpeculationSettings(),
+        SpeculationSettings(num_draft_tokens=6, tree_top_k=2, confidence_threshold=0.2),
+    ),
     "synthetic": (SpeculationSettings(synthetic_acceptance="0.9,0.6,0.2"),),
     "frozen_kv_mtp": (
         SpeculationSettings(),

@@ -1,7 +1,7 @@
 """Which tokens a block drafter proposes, from left to right over the rows of one pass.
 
-Owns the loop and where a draft is cut; the choice of a token is `engine.speculation.choice`'s. Called by `block_drafter`.
-n = rows, K = most tokens a row drafts in the call, W = max_draft_len, D = drafter's vocabulary, V = target's.
+Owns the loop and where a draft is cut; what a place says is `block_levels`', the choice of a token `choice`'s. Called by
+`block_drafter`. n = rows, K = most tokens a row drafts in the call, W = max_draft_len, D = drafter's vocabulary, V = target's.
 Sources: DFlash (arXiv 2602.06036), whose rows do not see each other's tokens; DSpark, whose Markov head tells each row
 the token chosen before it, so that what a token is drawn from is conditional on the draft so far, which is what
 rejection sampling needs to know.
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.speculation.block_passes import BlockOutput, BlockPasses, BlockRow
+from engine.speculation.block_levels import BlockLevels
+from engine.speculation.block_passes import BlockPasses, BlockRow
 from engine.speculation.choice import Chooser
 from engine.speculation.draft import Draft
 
@@ -31,14 +32,13 @@ class BlockDrafting:
     def draft(self, rows: Sequence[BlockRow]) -> Draft:
         """`budget` tokens for each of at least one row, fewer where confidence ends."""
         device, model = self._passes.pool.device, self._passes.model
-        output = self._passes.run(rows)
-        longest = output.drafting.shape[1]
+        levels = BlockLevels(self._passes, rows, self._passes.run(rows))
         tokens = torch.zeros(len(rows), self._width, dtype=torch.int32, device=device)
         probs = None
         if self._is_sampled:
             probs = torch.zeros(len(rows), self._width, model.arch.vocab_size, device=device)
-        walk = _Walk(self._passes, rows, output, self._is_sampled)
-        for index in range(longest):
+        walk = _Walk(self._passes, rows, levels, self._is_sampled)
+        for index in range(levels.num_places):
             tokens[:, index], drawn_from = walk.next(index)
             if probs is not None and drawn_from is not None:
                 probs[:, index] = drawn_from
@@ -64,35 +64,24 @@ class BlockDrafting:
 class _Walk:
     """One call's rows, token by token."""
 
-    def __init__(self, passes: BlockPasses, rows: Sequence[BlockRow], output: BlockOutput, is_sampled: bool) -> None:
+    def __init__(self, passes: BlockPasses, rows: Sequence[BlockRow], levels: BlockLevels, is_sampled: bool) -> None:
         model, device = passes.model, passes.pool.device
-        self._model = model
-        self._markov, self._confidence = model.weights.markov, model.weights.confidence
-        self._hidden = output.drafting
-        self._logits = model.logits(output.drafting.flatten(0, 1)).view(*output.drafting.shape[:2], -1)
+        self._model, self._levels = model, levels
         self._chooser = Chooser([row.asked for row in rows], model.arch.vocab_size, device) if is_sampled else None
         self._positions = passes.pool.slots_tensor([row.root + 1 for row in rows])
-        self._previous = passes.pool.slots_tensor([row.asked.token_ids[-1] for row in rows])
+        self._previous, self._state = levels.anchors, levels.start
         self.confidences: list[torch.Tensor] = []  # float32 [n] each
-        if self._markov is not None:
-            self._state = self._markov.start(len(rows))
-            if passes.anchor_rows:  # the anchor's row is a step of the RNN, though nothing is drafted from it
-                embedded = self._markov.embed(self._previous)
-                _, self._state = self._markov.step(output.anchors, embedded, self._state)
 
     def next(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Token `index` of every row, int64 [n] of the target's, and float32 [n, V] when it was drawn from that."""
-        hidden, logits, embedded = self._hidden[:, index], self._logits[:, index], None
-        if self._markov is not None:
-            embedded = self._markov.embed(self._previous)
-            bias, self._state = self._markov.step(hidden, embedded, self._state)
-            logits = (logits + bias).nan_to_num(nan=0.0)
-        if self._confidence is not None:
-            self.confidences.append(self._confidence.probability(hidden, embedded))
+        said = self._levels.at(index, self._previous, self._state)
+        self._state = said.state
+        if said.confidence is not None:
+            self.confidences.append(said.confidence)
         drawn_from = None
         if self._chooser is None:
-            chosen = self._model.target_tokens(logits.argmax(dim=1))
+            chosen = self._model.target_tokens(said.logits.argmax(dim=1))
         else:
-            chosen, drawn_from = self._chooser.choose(self._model.target_logits(logits), self._positions + index)
+            chosen, drawn_from = self._chooser.choose(self._model.target_logits(said.logits), self._positions + index)
         self._previous = chosen
         return chosen, drawn_from

@@ -1,7 +1,7 @@
 """Runs a block drafter's layers over rows: keys of what was committed, and blocks that draft.
 
 Owns the model, its pages and their attention; never decides what is drafted. Called by `block_drafter`.
-n = rows, T = tokens, K = most tokens a row drafts in the call, h = drafter's width. The root, a block's anchor, is the
+n = rows, T = tokens, K = farthest reach of a row in the call, h = drafter's width. The root, a block's anchor, is the
 last committed token, at position `root`; the block's rows have the slots from there on, which are overwritten later.
 """
 
@@ -20,10 +20,11 @@ from engine.speculation.speculator import CommittedSpan, DraftRow
 
 @dataclass(frozen=True)
 class BlockRow:
-    """One row that drafts: at most `budget` tokens, at least one."""
+    """One row that drafts."""
 
     asked: DraftRow
-    budget: int
+    budget: int  # most tokens of the draft, at least one; a tree's nodes
+    reach: int  # places behind the root that its block predicts, 1 .. budget; a chain's tokens, a tree's levels
 
     @property
     def root(self) -> int:
@@ -40,7 +41,7 @@ class BlockSight:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """What a pass says. Entries of rows with fewer than K tokens repeat their last one."""
+    """What a pass says. Entries of rows that reach less far than K repeat their last one."""
 
     drafting: torch.Tensor  # [n, K, h], of the rows that predict the tokens behind the root
     anchors: torch.Tensor  # [n, h], of the anchors
@@ -66,13 +67,13 @@ class BlockPasses:
     def run(self, rows: Sequence[BlockRow]) -> BlockOutput:
         """One pass over the blocks of at least one row."""
         self._clear_ahead(rows)
-        sizes = [row.budget + self.anchor_rows for row in rows]
+        sizes = [row.reach + self.anchor_rows for row in rows]
         spans = [DraftSpan(row.root, size, row.asked.block_ids) for row, size in zip(rows, sizes, strict=True)]
         step = DraftStep.of(spans, self.pool)
         tokens: list[int] = []
         drafting: list[int] = []
         anchors: list[int] = []
-        longest = max(row.budget for row in rows)
+        longest = max(row.reach for row in rows)
         for row, size in zip(rows, sizes, strict=True):
             first = len(tokens)
             tokens += [row.asked.token_ids[-1], *[self._mask_token_id] * (size - 1)]
@@ -108,7 +109,7 @@ class BlockPasses:
         """
         slots: list[int] = []
         for row in rows:
-            end = row.root + row.budget + self.anchor_rows
+            end = row.root + row.reach + self.anchor_rows
             end += -end % self.pool.block_size
             slots += (self.pool.slot(row.asked.block_ids, position) for position in range(row.root, end))
         self.pool.clear(self.pool.slots_tensor(slots))

@@ -16,8 +16,9 @@ from engine.speculation.block_layout import BlockFacts
 from engine.speculation.block_model import BlockConventions, BlockModel
 from engine.speculation.block_passes import BlockPasses, BlockSight
 from engine.speculation.block_shape import read_shape
+from engine.speculation.block_tree import BlockTree
 from engine.speculation.block_weights import BlockShape, expected_tensors, load_weights, read_map
-from engine.speculation.draft_options import read_draft_options
+from engine.speculation.draft_options import MAX_TREE_DEPTH, DraftOptions, read_draft_options
 from engine.speculation.drafter_tensors import DrafterTensors
 from engine.speculation.drafter_weights import MAPS
 from engine.speculation.first_token_watch import FirstTokenWatch
@@ -34,6 +35,8 @@ from protocol.model_files import ModelFilesError
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_TREE_NODES = 16  # as EAGLE's trees have here
+
 
 def prepare_dflash(settings: SpeculationSettings, facts: TargetFacts) -> Recipe:
     return _BlockRecipe(settings, facts, "dflash")
@@ -49,7 +52,7 @@ class _BlockRecipe(Recipe):
 
     def __init__(self, settings: SpeculationSettings, facts: TargetFacts, name: str) -> None:
         self._name = name
-        options = read_draft_options(settings, name, has_trees=False)
+        options = read_draft_options(settings, name, has_trees=True)
         self._tensors, config = _open(settings, name)
         shape = read_shape(self._tensors, config, settings.block, facts)
         _check_name(self._tensors, shape, name)
@@ -59,15 +62,18 @@ class _BlockRecipe(Recipe):
         read_map(self._tensors, shape)  # refused now rather than after the target is loaded
         self._shape = shape
         taps = tuple(dict.fromkeys(shape.facts.taps))  # the target gives each once
+        tree = _tree(shape, options)
         self._plan = BlockPlan(
             is_sampled=options.is_sampled,
+            tree=tree,
             threshold=_threshold(self._tensors, shape, settings),
             context_length=min(shape.arch.context_length, facts.max_model_len),
             tap_order=tuple(taps.index(tap) for tap in shape.facts.taps),
         )
         self.capabilities = Capabilities(
-            max_draft_len=_length(shape.facts, settings),
+            max_draft_len=_length(shape.facts, settings) if tree is None else _num_nodes(tree, settings),
             sources=(name,),
+            tree=tree is not None,
             gives_probs=options.is_sampled,
             taps=taps,
         )
@@ -102,11 +108,12 @@ class _BlockRecipe(Recipe):
         own = [name for name, is_own in (("embedding", shape.has_embedding), ("head", shape.has_head)) if is_own]
         logger.info(
             "drafter speculator=%s path=%s %s layers=%d markov=%s confidence=%s vocabulary=%d of %d own=%s context=%d "
-            "weight_mib=%d",
+            "tree=%s weight_mib=%d",
             self._name, self._tensors.directory, shape.facts, shape.arch.num_layers,
             "none" if shape.markov is None else f"{shape.markov.kind}/{shape.markov.rank}",
             str(shape.has_confidence).lower(), shape.draft_vocab_size, shape.arch.vocab_size,
-            "+".join(own) or "nothing", shape.arch.context_length, self.weight_bytes >> 20,
+            "+".join(own) or "nothing", shape.arch.context_length, str(self.capabilities.tree).lower(),
+            self.weight_bytes >> 20,
         )  # fmt: skip
         if shape.arch.context_length < facts.max_model_len:
             logger.warning(
@@ -153,6 +160,30 @@ def _length(facts: BlockFacts, settings: SpeculationSettings) -> int:
             "which is what the drafter was trained for"
         )
     return most if asked is None else asked
+
+
+def _tree(shape: BlockShape, options: DraftOptions) -> BlockTree | None:
+    """None: chains. A block's rows are a tree's levels."""
+    if options.tree is None:
+        return None
+    deepest = min(shape.facts.max_tokens, MAX_TREE_DEPTH)
+    depth = deepest if options.tree.depth is None else options.tree.depth
+    if depth > deepest:
+        raise ValueError(
+            f"--tree-depth must be between 1 and {deepest}, one level per token that a block of "
+            f"{shape.facts.block_size} rows drafts, got {depth}"
+        )
+    return BlockTree(min(options.tree.top_k, shape.draft_vocab_size), depth)
+
+
+def _num_nodes(tree: BlockTree, settings: SpeculationSettings) -> int:
+    asked = settings.num_draft_tokens
+    if asked is not None and asked > tree.num_paths:
+        raise ValueError(
+            f"--num-draft-tokens {asked}: a tree of {tree.depth} levels with {tree.top_k} children per node has "
+            f"{tree.num_paths}"
+        )
+    return min(DEFAULT_TREE_NODES, tree.num_paths) if asked is None else asked
 
 
 def _weight_bytes(shape: BlockShape, dtype: torch.dtype) -> int:

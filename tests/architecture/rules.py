@@ -75,6 +75,8 @@ ENGINE_LAYERS = {
     "engine.speculation.block_layout": 5.4,
     "engine.speculation.block_passes": 5.4,
     "engine.speculation.block_weights": 5.5,
+    "engine.speculation.block_levels": 5.45,
+    "engine.speculation.block_tree": 5.5,
     "engine.speculation.block_chain": 5.5,
     "engine.speculation.block_shape": 5.6,
     "engine.speculation.suffix_tree": 5.2,

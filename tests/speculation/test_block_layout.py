@@ -85,6 +85,15 @@ def test_every_layout_comes_to_one_convention_which_is_logged(
     assert recipe.kv_bytes_per_token == published.num_layers * 2 * 2 * 16 * 4 and recipe.weight_bytes > 0
 
 
+def test_a_tree_may_have_more_nodes_than_a_block_has_rows(target: Path, tmp_path: Path) -> None:
+    write_block(tmp_path / "d", target, ZLAB)
+    asked = [{}, {"tree_depth": 2}, {"num_draft_tokens": 40}, {"num_draft_tokens": 3, "tree_depth": 4}]
+    trees = [prepared(target, tmp_path / "d", ZLAB, tree_top_k=3, **more).capabilities for more in asked]
+    assert [tree.max_draft_len for tree in trees] == [16, 12, 40, 3]
+    assert all(tree.tree and not tree.gives_probs for tree in trees)
+    assert not prepared(target, tmp_path / "d", ZLAB, tree_top_k=0).capabilities.tree
+
+
 def test_keys_in_dflash_config_come_before_those_at_the_top(target: Path, tmp_path: Path) -> None:
     write_block(tmp_path / "d", target, ZLAB)
     nested = json.loads((tmp_path / "d" / "config.json").read_text())["dflash_config"]
@@ -140,7 +149,13 @@ def test_what_repeats_the_targets_tensors_takes_no_memory(target: Path, tmp_path
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tree_top_k": 2}, "--tree-top-k says nothing with --speculator dflash"),
+        ({"tree_top_k": 33}, "--tree-top-k must be between 0 and 32, got 33"),
+        (
+            {"tree_top_k": 2, "tree_depth": 5},
+            "--tree-depth must be between 1 and 4, one level per token .* 5 rows .* got 5",
+        ),
+        ({"num_draft_tokens": 7, "tree_top_k": 2, "tree_depth": 2}, "a tree of 2 levels with 2 children .* has 6$"),
+        ({"tree_top_k": 2, "draft_sampling": "sampled"}, "--draft-sampling sampled cannot be had with --tree-top-k"),
         ({"draft_sampling": "hot"}, "--draft-sampling must be one of greedy, sampled"),
         ({"confidence_threshold": 0.5}, "--confidence-threshold says nothing: .* has no confidence head"),
         ({"confidence_threshold": 1.5}, "--confidence-threshold must be between 0 and 1, got 1.5"),
