@@ -24,13 +24,22 @@ from engine.model.weights import load_model
 from frontend.text import load_text
 from protocol.model_files import ModelFiles, ModelFilesError, read_eos_token_ids, resolve
 from tools.drafter_training.answers import Answer, AnswerWriter, WritingLimits, load_answers, save_answers
-from tools.drafter_training.checkpoint import write_eagle3, write_medusa, write_mtp
+from tools.drafter_training.block_model import BlockSize, DFlashModel, DSparkModel
+from tools.drafter_training.checkpoint import write_dflash, write_dspark, write_eagle3, write_medusa, write_mtp
 from tools.drafter_training.medusa_model import MedusaModel
 from tools.drafter_training.pair_model import Eagle3Model, MtpModel, PairModel
 from tools.drafter_training.prompts import training_prompts
 from tools.drafter_training.training import Batch, Prediction, Teacher, Trainer
 
-DRAFTERS = ("eagle3", "mtp", "medusa")
+BLOCKS = ("dflash", "dspark")
+DRAFTERS = ("eagle3", "mtp", "medusa", *BLOCKS)
+STEP_WEIGHT = 0.8  # of each step ahead, against the one before
+# By name: who reads it, its default, what it is.
+OPTIONS_OF_SOME: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "--layers": (BLOCKS, 1, "layers of a block drafter"),
+    "--anchors": (BLOCKS, 32, "blocks that a step trains in one text, at random places of the answer"),
+    "--markov-rank": (("dspark",), 128, "numbers by which the Markov head knows a token"),
+}
 REPORT_EVERY, CHECK_EVERY = 20, 100  # steps
 HELD_OUT = 20
 
@@ -81,11 +90,24 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=22, help="most minutes of training (default 22)")
     parser.add_argument("--steps", type=int, default=2000, help="most steps of training (default 2000)")
     parser.add_argument(
-        "--ahead", type=int, default=3, help="tokens ahead that are trained; heads of medusa (default 3)"
+        "--ahead", type=int, help="tokens ahead that are trained; heads of medusa (default 3), tokens of a block (7)"
     )
     parser.add_argument("--batch-tokens", type=int, default=1024, help="tokens in a batch (default 1024)")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    for name, (_, default, meaning) in OPTIONS_OF_SOME.items():
+        parser.add_argument(name, type=int, help=f"{meaning} (default {default})")
+    options = parser.parse_args()
+    if options.ahead is None:
+        options.ahead = 7 if options.drafter in BLOCKS else 3
+    for name, (readers, default, _) in OPTIONS_OF_SOME.items():
+        key = name.removeprefix("--").replace("-", "_")
+        if getattr(options, key) is None:
+            setattr(options, key, default)
+        elif options.drafter not in readers:
+            parser.error(f"{name} says nothing about {options.drafter}: it is for {' and '.join(readers)}")
+        elif getattr(options, key) < 1:
+            parser.error(f"{name} must be at least 1")
+    return options
 
 
 def refuse_unsupported(target: DecoderModel) -> None:
@@ -149,6 +171,8 @@ def make(
             lambda batch: pair_predictions(module, batch, output, options.ahead),
             lambda out: write_mtp(out, module),
         )
+    if options.drafter in BLOCKS:
+        return make_block(options, target, taps, vocabulary, output)
     head = Eagle3Model(target, len(taps))
     return Trainable(
         head,
@@ -157,8 +181,40 @@ def make(
     )
 
 
+def make_block(
+    options: argparse.Namespace,
+    target: DecoderModel,
+    taps: tuple[int, ...],
+    vocabulary: torch.Tensor,
+    output: torch.Tensor,
+) -> Trainable:
+    if options.layers > target.arch.num_layers:
+        raise SystemExit(f"train-drafter: --layers must be at most the target's {target.arch.num_layers}")
+    mask = mask_token(vocabulary, target.arch.vocab_size)
+    size = BlockSize(options.layers, options.ahead, options.anchors, mask)
+    if options.drafter == "dflash":
+        flash = DFlashModel(target, len(taps), size)
+        return Trainable(
+            flash,
+            lambda batch: flash.predictions(without_last(batch), output),
+            lambda out: write_dflash(out, flash, taps, vocabulary),
+        )
+    spark = DSparkModel(target, len(taps), size, options.markov_rank, len(vocabulary))
+    return Trainable(
+        spark,
+        lambda batch: spark.predictions(without_last(batch), output),
+        lambda out: write_dspark(out, spark, taps, vocabulary),
+    )
+
+
+def mask_token(vocabulary: torch.Tensor, vocab_size: int) -> int:
+    """The last token that nobody drafts, hence one the text does not have; the last of all where every one is drafted."""
+    others = torch.ones(vocab_size, dtype=torch.bool).index_fill_(0, vocabulary, False).nonzero()
+    return int(others[-1]) if len(others) else vocab_size - 1
+
+
 def without_last(batch: Batch) -> Batch:
-    """EAGLE-3 does not read the target's last state."""
+    """EAGLE-3 and block drafters do not read the target's last state."""
     return Batch(batch.token_ids, batch.states[:, :, :-1], batch.counts, batch.lengths)
 
 
@@ -166,13 +222,13 @@ def pair_predictions(model: PairModel, batch: Batch, output: torch.Tensor, num_s
     """`output` [D, h]: the target's own product with the vocabulary."""
     for step, unrolled in enumerate(model.unroll(batch.states, batch.token_ids, num_steps)):
         hidden = F.pad(unrolled.hidden, (0, 0, 0, step))  # chains that would leave the text are never chosen
-        yield Prediction(step + 2, partial(_vocabulary_logits, output, hidden))
+        yield Prediction(step + 2, partial(_vocabulary_logits, output, hidden), STEP_WEIGHT**step)
 
 
 def medusa_predictions(model: MedusaModel, batch: Batch) -> Iterator[Prediction]:
     read = model.read(batch.states)
     for head in range(len(model.outputs)):
-        yield Prediction(head + 2, partial(_head_logits, model, head, read))
+        yield Prediction(head + 2, partial(_head_logits, model, head, read), STEP_WEIGHT**head)
 
 
 def _vocabulary_logits(output: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

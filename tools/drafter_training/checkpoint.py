@@ -13,21 +13,20 @@ import torch
 from safetensors.torch import save_file
 
 from engine.model.arch import ArchConfig
+from tools.drafter_training.block_model import BlockLayer, DFlashModel, DSparkModel
 from tools.drafter_training.medusa_model import MedusaModel
 from tools.drafter_training.pair_model import Eagle3Model, MtpModel, PairModel
 
 
 def write_eagle3(directory: Path, model: Eagle3Model, taps: tuple[int, ...], vocabulary: torch.Tensor) -> None:
     """SafeAILab's layout, without a head: the target's rows of the tokens in d2t."""
-    known = torch.zeros(model.arch.vocab_size, dtype=torch.bool).index_fill_(0, vocabulary, True)
     tensors = {
         **{f"midlayer.{name}": tensor for name, tensor in _decoder_layer(model).items()},
         "midlayer.hidden_norm.weight": model.hidden_norm,
         "midlayer.input_layernorm.weight": model.input_norm,
         "norm.weight": model.output_norm,
         "fc.weight": model.fc,
-        "d2t": (vocabulary - torch.arange(len(vocabulary))).int(),
-        "t2d": known,
+        **_vocabulary_map(vocabulary, model.arch.vocab_size),
     }
     config = {
         **_layer_config(model.arch, num_layers=1),
@@ -70,7 +69,64 @@ def write_medusa(directory: Path, model: MedusaModel, vocabulary: torch.Tensor) 
     _write(directory, config, tensors)
 
 
-def _decoder_layer(model: PairModel) -> dict[str, torch.Tensor]:
+def write_dflash(directory: Path, model: DFlashModel, taps: tuple[int, ...], vocabulary: torch.Tensor) -> None:
+    """z-lab's layout: the anchor's row drafts nothing. A vocabulary of its own is written as speculators writes it."""
+    config = {
+        **_block_config(model, vocabulary),
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": {"mask_token_id": model.size.mask_token_id, "target_layer_ids": [tap - 1 for tap in taps]},
+    }
+    _write(directory, config, _block_tensors(model, vocabulary))
+
+
+def write_dspark(directory: Path, model: DSparkModel, taps: tuple[int, ...], vocabulary: torch.Tensor) -> None:
+    """DeepSpec's layout: every row drafts. A vocabulary of its own is written as speculators writes it."""
+    config = {
+        **_block_config(model, vocabulary),
+        "architectures": ["LlamaDSparkModel"],
+        "num_anchors": model.size.num_anchors,
+        "mask_token_id": model.size.mask_token_id,
+        "target_layer_ids": [tap - 1 for tap in taps],
+        "markov_rank": model.successors.shape[1],
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    tensors = {
+        **_block_tensors(model, vocabulary),
+        "markov_head.markov_w1.weight": model.predecessors,
+        "markov_head.markov_w2.weight": model.successors,
+        "confidence_head.proj.weight": model.confidence,
+        "confidence_head.proj.bias": model.confidence_bias,
+    }
+    _write(directory, config, tensors)
+
+
+def _block_config(model: DFlashModel, vocabulary: torch.Tensor) -> dict[str, object]:
+    config = _layer_config(model.arch, num_layers=len(model.layers))
+    config |= {"block_size": model.num_rows, "num_target_layers": model.arch.num_layers}
+    return config if len(vocabulary) == model.arch.vocab_size else {**config, "draft_vocab_size": len(vocabulary)}
+
+
+def _block_tensors(model: DFlashModel, vocabulary: torch.Tensor) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    tensors |= {"fc.weight": model.fc, "hidden_norm.weight": model.hidden_norm, "norm.weight": model.output_norm}
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, BlockLayer)
+        own = {**_decoder_layer(layer), "input_layernorm.weight": layer.input_norm}
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in own.items()}
+    if len(vocabulary) == model.arch.vocab_size:
+        return tensors
+    return {**tensors, **_vocabulary_map(vocabulary, model.arch.vocab_size)}
+
+
+def _vocabulary_map(vocabulary: torch.Tensor, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Offsets from the drafter's tokens to the target's, and which of the target's are among them."""
+    known = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, vocabulary, True)
+    return {"d2t": (vocabulary - torch.arange(len(vocabulary))).int(), "t2d": known}
+
+
+def _decoder_layer(model: PairModel | BlockLayer) -> dict[str, torch.Tensor]:
     arch = model.arch
     queries, keys, values = torch.split_with_sizes(model.qkv, (arch.query_size, arch.kv_size, arch.kv_size))
     gate, up = model.gate_up.chunk(2)

@@ -2,8 +2,8 @@
 
 Owns what is learned from and how; knows the drafters only as functions from a batch to predictions. Called by
 `tools.train_drafter`. The loss of a predicted token is its cross entropy against the target's distribution over the
-drafter's vocabulary (EAGLE-3, arXiv 2503.01840); predictions further ahead count less. B = texts of a batch, T = pairs
-of the longest (positions the target ran), N = predictions of one step that count, D = drafter's vocabulary.
+drafter's vocabulary (EAGLE-3, arXiv 2503.01840), or partly the distance between the two (DSpark). B = texts of a batch,
+T = pairs of the longest (positions the target ran), N = predictions of one step that count, D = drafter's vocabulary.
 """
 
 import math
@@ -19,7 +19,6 @@ from torch import nn
 from engine.model.decoder import DecoderModel
 from tools.drafter_training.answers import Answer
 
-STEP_WEIGHT = 0.8  # of each step ahead, against the one before
 WARM_UP = 0.05  # of all steps
 RATE = 1e-3
 
@@ -38,6 +37,10 @@ class Prediction:
 
     ahead: int  # pair r predicts the token at position r + ahead
     logits: Callable[[torch.Tensor], torch.Tensor]  # from a bool [B, T] with N true to float32 [N, D]
+    weight: float  # of its loss
+    begun: torch.Tensor | None = None  # bool [B, T], pairs at which there is a chain; None: at all
+    overlap: float = 0.0  # share of the loss that is the sum of |difference| of the distributions, not cross entropy
+    confidence: Callable[[torch.Tensor], torch.Tensor] | None = None  # to [N], logits of being accepted
 
 
 Predict = Callable[[Batch], Iterable[Prediction]]
@@ -139,10 +142,10 @@ class Trainer:
             group["lr"] = RATE * max(factor, 0.02)
         wanted = self._teacher.distribution(batch.states[batch.counts][:, -1])
         losses, agreement = [], []
-        for step, prediction in enumerate(self._predict(batch)):
+        for prediction in self._predict(batch):
             judged = _judge(batch, prediction, wanted)
             if judged is not None:
-                losses.append(STEP_WEIGHT**step * judged[0])
+                losses.append(prediction.weight * judged[0])
             agreement.append(0.0 if judged is None else judged[1])
         if not losses:
             return None
@@ -162,11 +165,28 @@ def _judge(batch: Batch, prediction: Prediction, wanted: torch.Tensor) -> tuple[
     offset = prediction.ahead - 1  # from the pair to the state behind which the predicted token follows
     positions = torch.arange(batch.states.shape[1])
     chosen = batch.counts & (positions + offset < batch.lengths[:, None])
+    if prediction.begun is not None:
+        chosen &= prediction.begun
     number = batch.counts.flatten().cumsum(0).view_as(batch.counts) - 1  # of each counted state, in `wanted`
     if not bool(chosen.any()):
         return None
     rows, columns = chosen.nonzero(as_tuple=True)
     taught = wanted[number[rows, columns + offset]]
     logits = prediction.logits(chosen)
-    loss = -(taught * logits.log_softmax(dim=-1)).sum(-1).mean()
+    loss = loss_of(prediction, chosen, logits.log_softmax(dim=-1), taught)
     return loss, float((logits.detach().argmax(-1) == taught.argmax(-1)).float().mean())
+
+
+def loss_of(
+    prediction: Prediction, chosen: torch.Tensor, log_probs: torch.Tensor, taught: torch.Tensor
+) -> torch.Tensor:
+    """Mean over N. What is drawn from one distribution is accepted by the other as often as they have mass in common."""
+    loss = -(taught * log_probs).sum(-1).mean()
+    if not prediction.overlap and prediction.confidence is None:
+        return loss
+    distance = (log_probs.exp() - taught).abs().sum(-1)
+    loss = (1 - prediction.overlap) * loss + prediction.overlap * distance.mean()
+    if prediction.confidence is None:
+        return loss
+    accepted = 1 - distance.detach() / 2
+    return loss + F.binary_cross_entropy_with_logits(prediction.confidence(chosen), accepted.clamp(0, 1))
