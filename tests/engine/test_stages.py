@@ -36,7 +36,7 @@ EXPECTED: dict[str, set[str]] = {
     "mtp": {"observe/head_keys", "draft/head_forward", "draft/head_logits"},
     "medusa": {"draft/heads_read", "draft/head_logits"},
     "dflash": {"observe/block_context", "draft/block_forward", "draft/block_logits"},
-    "dspark": {"observe/block_context", "draft/block_forward", "draft/markov", "draft/confidence"},
+    "dspark": {"observe/block_context", "draft/block_forward", "draft/markov", "draft/confidence", "draft/tree"},
     "frozen_kv_mtp": {"draft/head_forward", "draft/head_logits"},
     "synthetic": {"draft/placeholders"},
     "uno": {"draft/noise_forward", "draft/choose"},
@@ -44,6 +44,7 @@ EXPECTED: dict[str, set[str]] = {
 SETTINGS = {
     "draft_model": SpeculationSettings(draft_sampling="sampled"),
     "eagle": SpeculationSettings(num_draft_tokens=6, tree_top_k=3, tree_depth=3),
+    "dspark": SpeculationSettings(num_draft_tokens=6, tree_top_k=3),
     "synthetic": SpeculationSettings(synthetic_acceptance="0.9,0.6"),
 }
 
