@@ -126,13 +126,18 @@ class DFlashModel(nn.Module):
         begun[rows[is_block], positions[is_block] - 1] = True
         places = positions[is_block][:, None] + torch.arange(self.size.num_drafts)
         before = batch.token_ids[rows[is_block][:, None], places.clamp(max=batch.token_ids.shape[1] - 1)]
+        told = self.told(before)
         for place in range(self.size.num_drafts):
-            yield self.prediction(place, hidden[:, place], before[:, place], begun, output)
+            yield self.prediction(place, hidden[:, place], told[:, place], begun, output)
+
+    def told(self, before: torch.Tensor) -> torch.Tensor:
+        """What places are told of the text's tokens in front of them, int64 [N, K], to [N, K, ...]: nothing here."""
+        return before
 
     def prediction(
-        self, place: int, hidden: torch.Tensor, before: torch.Tensor, begun: torch.Tensor, output: torch.Tensor
+        self, place: int, hidden: torch.Tensor, told: torch.Tensor, begun: torch.Tensor, output: torch.Tensor
     ) -> Prediction:
-        """`hidden` [N, h] of the rows that predict the place, `before` int64 [N] the text's tokens in front of it."""
+        """`hidden` [N, h] of the rows that predict the place, `told` [N, ...] what they are told."""
         return Prediction(place + 2, partial(_logits, output, hidden, begun), PLACE_WEIGHT**place, begun)
 
     def _anchors(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,17 +193,20 @@ class DSparkModel(DFlashModel):
         self.confidence = nn.Parameter(torch.zeros(1, hidden + rank))
         self.confidence_bias = nn.Parameter(torch.zeros(1))
 
+    def told(self, before: torch.Tensor) -> torch.Tensor:
+        """[N, K, r], for all places at once: a gradient as large as the whole table is made once in a step."""
+        return F.embedding(before, self.predecessors)
+
     def prediction(
-        self, place: int, hidden: torch.Tensor, before: torch.Tensor, begun: torch.Tensor, output: torch.Tensor
+        self, place: int, hidden: torch.Tensor, told: torch.Tensor, begun: torch.Tensor, output: torch.Tensor
     ) -> Prediction:
-        embedded = F.embedding(before, self.predecessors)
         return Prediction(
             place + 2,
-            partial(_told_logits, output, hidden, self.successors, embedded, begun),
+            partial(_told_logits, output, hidden, self.successors, told, begun),
             PLACE_WEIGHT**place,
             begun,
             overlap=OVERLAP,
-            confidence=partial(self._confidence, hidden.detach(), embedded.detach(), begun),
+            confidence=partial(self._confidence, hidden.detach(), told.detach(), begun),
         )
 
     def _confidence(
