@@ -4,8 +4,8 @@
     .venv/bin/python -m tests.bench.peers ngram 'eagle3 --draft-model DIR' 'dflash --draft-model DIR'
 
 Owns the table. Our engine runs in this process, vLLM in one of `.venv-oracles` (`make oracles` makes it) per drafter, one
-after another, never together. A GGUF target is written out in float32 for vLLM, so both multiply the same numbers. What
-vLLM cannot run is named with its own last words. Never a test.
+after another, never together. A GGUF target is written out in float32 for vLLM, so both multiply the same numbers, and a
+drafter's files are completed by what vLLM would guess wrong (tests/oracles/exported_model.py). What vLLM cannot run is named with its own last words. Never a test.
 """
 
 import argparse
@@ -22,16 +22,17 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import EngineConfig
+from engine.model.decoder import DecoderModel
 from engine.model.weights import load_model
 from engine.speculation.names import NONE
 from frontend.text import load_text
-from protocol.model_files import read_eos_token_ids, resolve
+from protocol.model_files import ModelFiles, read_eos_token_ids, resolve
 from protocol.options import parse
 from protocol.sampling import SamplingParams
 from tests.bench.__main__ import describe_machine
 from tests.bench.drafters import WORKLOADS, Results, engine_options, prompts_of
 from tests.bench.rounds import SEED, MeasuredEngine
-from tests.oracles.exported_model import export
+from tests.oracles.exported_model import complete, export
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER_PYTHON = ROOT / ".venv-oracles" / "bin" / "python"
@@ -39,7 +40,7 @@ METHODS = ("none", "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa"
 MAX_MODEL_LEN = 2048  # tokens; prompts and answers are shorter
 LEGEND = """\
 length: tokens per round with a draft, 1 + accepted / drafts, each by its own counters; vLLM counts a draft's tokens behind
-an end of sequence as accepted, we do not. tok/s: of decoding alone, vLLM's between its first and last token of each answer.
+an end of sequence as accepted and drafts whole at the end of an answer, where we draft what can be kept. tok/s: of decoding alone, vLLM's between its first and last token of each answer.
 x none: against plain decoding of the same engine. Suffix in vLLM: the first repetition only, for it knows the answers then.\
 """
 
@@ -116,13 +117,14 @@ class Peer:
     def __init__(self, scratch: Path, options: argparse.Namespace) -> None:
         self._scratch = scratch
         self._options = options
+        self._num_drafters = 0
 
     def measure(self, config: EngineConfig, width: int) -> list[Mapping[str, Any]]:
         """A record per repetition and workload, as `tests.oracles.vllm_bench` writes them. Raises `PeerError`."""
         options = self._options
         job = {
-            "model": str(self._directory(config.model)),
-            "speculative_config": speculative_config(config, width),
+            "model": str(self._target(config.model)),
+            "speculative_config": self._drafter(config, speculative_config(config, width)),
             "workloads": prompts(config.model, options),
             "tokens": options.tokens,
             "temperature": options.temperature,
@@ -147,14 +149,28 @@ class Peer:
         records: list[Mapping[str, Any]] = json.loads(result_path.read_text())
         return records
 
-    def _directory(self, model: str) -> Path:
+    def _target(self, model: str) -> Path:
         files = resolve(model)
-        if files.kind == "hf":
-            return files.path
         directory = self._scratch / "target"
-        if not directory.exists():
-            export(load_model(files, torch.float32, torch.device("cpu")), read_eos_token_ids(files), directory)
-        return directory
+        if files.kind == "gguf" and not directory.exists():
+            export(_loaded(files), read_eos_token_ids(files), directory)
+        return directory if files.kind == "gguf" else files.path
+
+    def _drafter(self, config: EngineConfig, wanted: dict[str, Any] | None) -> dict[str, Any] | None:
+        """With a copy of the drafter's files that says what vLLM cannot know. A draft model is a model like any other."""
+        if config.draft_model is None or wanted is None or config.speculator == "draft_model":
+            return wanted
+        self._num_drafters += 1
+        directory = self._scratch / f"drafter-{self._num_drafters}"
+        try:
+            completed = complete(resolve(config.draft_model).path, _loaded(resolve(config.model)), directory)
+        except OSError as error:
+            raise PeerError(f"its files cannot be completed for vLLM: {error}") from error
+        return {**wanted, "model": str(completed)}
+
+
+def _loaded(files: ModelFiles) -> DecoderModel:
+    return load_model(files, torch.float32, torch.device("cpu"))
 
 
 def speculative_config(config: EngineConfig, width: int) -> dict[str, Any] | None:

@@ -1,4 +1,5 @@
-"""A loaded target written as a Hugging Face directory, so that a peer which reads no GGUF runs the very same weights.
+"""A loaded target written as a Hugging Face directory, so that a peer which reads no GGUF runs the very same weights, and
+drafters completed as vLLM wants them.
 
 Owns the names; writes float32 and no tokenizer: peers are given token ids. Used by `tests.bench.peers`.
 """
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engine.model.decoder import DecoderModel
 
@@ -43,6 +44,28 @@ def export(model: DecoderModel, eos_token_ids: Sequence[int], directory: Path) -
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     tensors = {name: tensor.float().contiguous().clone() for name, tensor in _tensors(model).items()}
+    save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt"})
+    return directory
+
+
+def complete(drafter: Path, model: DecoderModel, directory: Path) -> Path:
+    """A copy of a drafter for `model`, without what vLLM 0.32.0 would guess wrong.
+
+    It reads SafeAILab's numbers of layers as numbers of hidden states, one too low; gives a drafter that has a reduced
+    vocabulary and leaves its head to the target the target's whole head; and drops biases of Medusa heads that config.json
+    does not announce. Raises OSError for a drafter whose weights are not in one safetensors file.
+    """
+    config, tensors = json.loads((drafter / "config.json").read_text()), load_file(drafter / "model.safetensors")
+    eagle = config.get("eagle_config", {})
+    if "eagle_aux_hidden_state_layer_ids" in eagle:
+        eagle["eagle_aux_hidden_state_layer_ids"] = [one + 1 for one in eagle["eagle_aux_hidden_state_layer_ids"]]
+    if "d2t" in tensors and "lm_head.weight" not in tensors:
+        rows = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
+        tensors["lm_head.weight"] = model.weights.output[rows].float()
+    if "0.0.linear.bias" in tensors:
+        config |= {"medusa_fc_bias": True, "hidden_size": model.arch.hidden_size}
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt"})
     return directory
 
