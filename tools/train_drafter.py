@@ -37,7 +37,7 @@ STEP_WEIGHT = 0.8  # of each step ahead, against the one before
 # By name: who reads it, its default, what it is.
 OPTIONS_OF_SOME: dict[str, tuple[tuple[str, ...], int, str]] = {
     "--layers": (BLOCKS, 1, "layers of a block drafter"),
-    "--anchors": (BLOCKS, 32, "blocks that a step trains in one text, at random places of the answer"),
+    "--anchors": (BLOCKS, 16, "blocks that a step trains in one text, at random places of the answer"),
     "--markov-rank": (("dspark",), 128, "numbers by which the Markov head knows a token"),
 }
 REPORT_EVERY, CHECK_EVERY = 20, 100  # steps
