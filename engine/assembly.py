@@ -26,6 +26,7 @@ from engine.scheduler import Scheduler
 from engine.simulate import SimExecutor, SimSettings
 from engine.speculation.batch_table import NO_TABLE, parse_batch_table
 from engine.speculation.names import PREDICTION
+from engine.speculation.step_cost import StartUpCosts
 from engine.wire import Wire
 from protocol.curve_keys import load_server_keys
 from protocol.messages import SCHEMA_VERSION, Capacity, Hello
@@ -67,6 +68,7 @@ class Mechanism:
     device: str
     profiles: Profiles
     synthetic: str  # as Hello has it
+    start_up_costs: StartUpCosts | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def assemble(config: EngineConfig, on_progress: OnProgress, epoch: int) -> Engin
         if config.draft_len_by_batch is None
         else parse_batch_table(config.draft_len_by_batch),
         adaptive_draft=config.adaptive_draft,
+        start_up_costs=mechanism.start_up_costs,
     )
     ledger = Ledger(
         EngineIdentity(config.engine_id, epoch),
@@ -201,6 +204,7 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
         max_model_len=config.max_model_len,
         speculator=config.speculator,
         speculation=_speculation(config),
+        profile_tokens=config.max_num_batched_tokens if config.adaptive_draft else 0,
     )
     built = build_executor(files, settings, on_progress)
     logger.info(
@@ -220,6 +224,7 @@ def _real(config: EngineConfig, files: ModelFiles, on_progress: OnProgress) -> M
         device=str(built.device),
         profiles=_profiles(config, built.executor, on_cuda=built.device.type == "cuda"),
         synthetic=built.capabilities.synthetic,
+        start_up_costs=built.start_up_costs,
     )
 
 

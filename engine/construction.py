@@ -19,6 +19,8 @@ from engine.sampling import SamplingModel
 from engine.speculation.recipe import Recipe, SpeculationSettings, Target, TargetFacts
 from engine.speculation.registry import prepare
 from engine.speculation.speculator import Capabilities
+from engine.speculation.step_cost import StartUpCosts
+from engine.start_up_profile import ProfileLimits, measure_costs
 from protocol.model_files import ModelFiles, read_eos_token_ids
 
 
@@ -35,6 +37,7 @@ class ExecutorSettings:
     max_model_len: int | None = None
     speculator: str = "none"
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    profile_tokens: int = 0  # most tokens of a step whose cost is measured at the start; 0: none is
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class BuiltExecutor:
     capabilities: Capabilities
     weight_bytes: int
     kv_bytes: int
+    start_up_costs: StartUpCosts | None  # None: not measured
 
 
 def build_executor(files: ModelFiles, settings: ExecutorSettings, on_progress: Progress | None = None) -> BuiltExecutor:
@@ -76,6 +80,10 @@ def build_executor(files: ModelFiles, settings: ExecutorSettings, on_progress: P
     runner = Runner(model, pool, GroupedAttention(pool, arch.num_heads), speculator.capabilities.taps)
     sampling = SamplingModel(arch.vocab_size, eos_token_ids, device)
     clock = DeviceClock() if device.type == "cuda" else HostClock()
+    costs = None
+    if settings.profile_tokens and speculator.capabilities.max_draft_len:
+        limits = ProfileLimits(settings.max_num_seqs, settings.profile_tokens, num_blocks, max_model_len)
+        costs = measure_costs(runner, speculator, sampling, clock, limits)
     return BuiltExecutor(
         executor=ModelExecutor(runner, speculator, sampling, clock),
         arch=arch,
@@ -88,6 +96,7 @@ def build_executor(files: ModelFiles, settings: ExecutorSettings, on_progress: P
         capabilities=speculator.capabilities,
         weight_bytes=model.weights.num_bytes + recipe.weight_bytes,
         kv_bytes=(shape.bytes_per_token + recipe.kv_bytes_per_token) * num_blocks * settings.block_size,
+        start_up_costs=costs,
     )
 
 

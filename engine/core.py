@@ -14,7 +14,7 @@ from engine.ledger import NO_PHASES, Ledger
 from engine.plan import SpanResult, StepPlan, StepResult, failed_result
 from engine.scheduler import Scheduler
 from engine.sequence import Arrival
-from protocol.messages import Finish, PhaseTimes, StepOutput
+from protocol.messages import Finish, Phase, PhaseTimes, StepOutput
 from protocol.reasons import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,8 @@ class EngineCore:
         executed_ns = self._now_ns()
         result = self._execute(plan)
         committed = self.ledger.commit(plan, result, self.scheduler.rows, self.inbox.peek_closes())
-        self.scheduler.settle(committed)
+        draft_start_ns, draft_end_ns = result.phases.spans[Phase.DRAFT]
+        self.scheduler.settle(committed, draft_end_ns - draft_start_ns)
         if self._device_failure is not None:
             self._end_everything(Finish(FinishReason.ERROR, message=self._device_failure))
         self._had_rows = bool(plan.spans)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine.sequence import StopRules
 from engine.speculation.batch_table import NO_TABLE, BatchTable
+from engine.speculation.step_cost import StartUpCosts
 from engine.waiting import WaitingQueue
 from protocol.messages import Capacity, Finish, SimScript, Submit
 from protocol.reasons import FinishReason, RejectReason
@@ -35,7 +36,8 @@ class PolicySettings:
     takes_predictions: bool = False  # a drafter drafts from what clients predict
     drafts_trees: bool = False  # W counts nodes, and a tree's shape is its drafter's own
     draft_len_by_batch: BatchTable = NO_TABLE
-    adaptive_draft: bool = False  # draft lengths follow what was accepted
+    adaptive_draft: bool = False  # draft lengths follow what was accepted and what steps cost
+    start_up_costs: StartUpCosts | None = None  # what steps cost, as measured at the start; None: not measured
 
     def __post_init__(self) -> None:
         capacity = self.capacity

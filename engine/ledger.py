@@ -247,7 +247,8 @@ class Ledger:
         elif finish is not None:
             self._forget(account)
         outcome, drafted = Outcome.ADVANCED if finish is None else Outcome.FINISHED, answer.drafted
-        return Committed(sequence, outcome, True, end, kept, answer.path, drafted, answer.depth, answer.accepted)
+        accepted, roots = answer.accepted, max(answer.non_draft - 1, 0)
+        return Committed(sequence, outcome, True, end, kept, answer.path, drafted, answer.depth, accepted, roots)
 
     def _count_round(self, span: Span, answer: SpanResult, num_kept: int | None) -> Round:
         """Count one verify. `num_kept` None: the request was closed while it ran, nothing is committed."""

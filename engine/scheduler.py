@@ -260,9 +260,12 @@ class Scheduler:
 
     # ---- results ----
 
-    def settle(self, committed: list[Committed]) -> None:
-        """Move every sequence to where the step brought it: lengths, blocks, forks; finished ones are freed."""
-        self._draft_lengths.end_step(committed)
+    def settle(self, committed: list[Committed], draft_ns: int) -> None:
+        """Move every sequence to where the step brought it: lengths, blocks, forks; finished ones are freed.
+
+        `draft_ns`: how long drafting took.
+        """
+        self._draft_lengths.end_step(committed, draft_ns)
         for item in committed:
             sequence = item.sequence
             if item.outcome is Outcome.CLOSED:

@@ -173,6 +173,7 @@ class Committed(msgspec.Struct, frozen=True, gc=False):
     drafted: int = 0  # tokens put to the target
     depth: int = 0  # of the draft: its length, for chains
     accepted: int = 0
+    roots: int = 0  # tokens of the target's own that drafting settled, before the draft
 
     @property
     def judged(self) -> int:

@@ -18,6 +18,7 @@ ENGINE_LAYERS = {
     "engine.speculation.batch_table": 0,
     "engine.speculation.acceptance_memory": 0,
     "engine.speculation.step_cost": 0,
+    "engine.speculation.length_choice": 0.1,
     "engine.speculation.synthetic_rates": 0,
     "engine.plan": 1,
     "engine.sequence": 1,
@@ -59,6 +60,7 @@ ENGINE_LAYERS = {
     "engine.speculation.draft_step": 5.1,
     "engine.speculation.choice": 5.1,
     "engine.speculation.draft_options": 5.2,
+    "engine.speculation.drafter_log": 5.1,
     "engine.speculation.drafter_tensors": 5.2,
     "engine.speculation.drafter_weights": 5.3,
     "engine.speculation.first_token_watch": 5.2,
@@ -101,6 +103,7 @@ ENGINE_LAYERS = {
     # mechanism
     "engine.executor": 7,
     "engine.model_executor": 8,
+    "engine.start_up_profile": 8.05,
     "engine.construction": 8.1,
     "engine.simulate": 8,
     # policy

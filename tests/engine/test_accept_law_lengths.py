@@ -20,6 +20,7 @@ from engine.sampling import SamplingRows
 from engine.sequence import Committed, Outcome
 from engine.speculation.batch_table import BatchTable, parse_batch_table
 from engine.speculation.draft import Draft
+from engine.speculation.step_cost import StartUpCosts, straight
 from protocol.messages import Capacity
 from protocol.sampling import SamplingParams
 from tests.engine.test_accept_law import (
@@ -50,10 +51,14 @@ def whole(root: int, chain: Chain) -> int:
     return len(chain)
 
 
-def planned_by_the_engine(num_rows: int, adaptive: bool, table: BatchTable) -> Planned:
+def planned_by_the_engine(
+    num_rows: int, adaptive: bool, table: BatchTable, costs: StartUpCosts | None = None
+) -> Planned:
     """The engine's lengths for one of `num_rows` rows, from its own verdicts; all others have one token to go."""
     capacity = Capacity(100, 16, 256, 4, 100, 10, 1000, True)
-    settings = PolicySettings(capacity, WIDTH, VOCAB, frozenset(), draft_len_by_batch=table, adaptive_draft=adaptive)
+    settings = PolicySettings(
+        capacity, WIDTH, VOCAB, frozenset(), draft_len_by_batch=table, adaptive_draft=adaptive, start_up_costs=costs
+    )
     others = [SimpleNamespace(sim=object(), num_remaining=1, token_ids=[0]) for _ in range(num_rows - 1)]
 
     @functools.cache
@@ -162,11 +167,15 @@ def enumerated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "table", "expected"),
-    [(4, "1:2", {0, 1, 2}), (8, "1:2", {0, 1, 2}), (8, "1:2,5:1", {0, 1}), (12, "1:2", {0, 1})],
+    ("num_rows", "fixed_ns", "table", "expected"),
+    [(1, 1.6, "1:2", {0, 1, 2}), (2, 3.2, "1:2", {0, 1, 2}), (2, 3.2, "1:2,2:1", {0, 1})],
 )
-def test_lengths_that_follow_acceptance_leave_the_law(num_rows: int, table: str, expected: set[int]) -> None:
-    law, lengths = law_of_texts(planned_by_the_engine(num_rows, True, parse_batch_table(table)))
+def test_lengths_that_follow_acceptance_leave_the_law(
+    num_rows: int, fixed_ns: float, table: str, expected: set[int]
+) -> None:
+    """Steps cost `fixed_ns` and 1 ns for every token."""
+    costs = StartUpCosts(straight(fixed_ns, 1.0), straight(0.0, 0.0))
+    law, lengths = law_of_texts(planned_by_the_engine(num_rows, True, parse_batch_table(table), costs))
     assert lengths == expected, "other lengths than these would prove something else"
     assert_same_law(law, product_law(TARGET[VOCAB], ROOT, NUM_TOKENS))
 

@@ -9,11 +9,11 @@ import pytest
 from engine.plan import Span, SpanKind, SpanResult, StepPlan, StepResult
 from engine.sequence import Committed, Outcome
 from engine.simulate import SimExecutor, SimSettings, _Row
-from engine.speculation.acceptance_memory import PROBE_EVERY
 from engine.speculation.batch_table import parse_batch_table
 from tests.fakes import VOCAB, Engine, plain_tokens
 
 W = 5
+PROBING = 40  # rounds in which a probe comes, with one row and the costs below
 FIXED_S, EACH_S = 0.010, 0.002  # what the simulated steps below cost: a fixed part and a part for every token
 
 
@@ -130,10 +130,10 @@ def test_lengths_fall_to_probes_when_nothing_is_accepted_and_come_back_when_it_i
     assert budgets(executor.plans[-50:]) == [W] * 50
     executor.accept(0.0)
     engine.step(400)
-    quiet = budgets(executor.plans[-PROBE_EVERY * 6 :])
-    assert set(quiet) == {0, 1} and 5 <= quiet.count(1) <= 7
+    quiet = budgets(executor.plans[-100:])
+    assert 70 <= quiet.count(0) < 100
     executor.accept(1.0)
-    engine.step(PROBE_EVERY + 40)
+    engine.step(PROBING + 60)
     assert budgets(executor.plans[-5:]) == [W] * 5
 
 
@@ -150,7 +150,7 @@ def test_each_row_has_a_length_of_its_own() -> None:
         for span in plan.spans:
             late[rows[span.row]].append(span.budget)
     assert min(late[4]) >= W - 1
-    assert sum(late[5]) <= 100 // PROBE_EVERY + 1
+    assert 0 < sum(late[5]) <= 20
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 1.0])
@@ -160,7 +160,7 @@ def test_trees_are_drafted_whole_or_not_at_all(acceptance: float) -> None:
     engine.step(300)
     late = budgets(executor.plans[-100:])
     assert set(late) <= {0, W}
-    assert late.count(W) == (100 if acceptance else pytest.approx(100 / PROBE_EVERY, abs=1))
+    assert late.count(W) == 100 if acceptance else late.count(W) <= 5
 
 
 def test_a_preempted_sequence_keeps_its_memory_and_a_finished_one_leaves_none() -> None:
