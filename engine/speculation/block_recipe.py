@@ -4,7 +4,6 @@ Owns what of a checkpoint is read before any weight: its layout, its shapes, wha
 takes. Called by the registry.
 """
 
-import logging
 from collections.abc import Mapping
 from math import prod
 
@@ -19,6 +18,7 @@ from engine.speculation.block_shape import read_shape
 from engine.speculation.block_tree import BlockTree
 from engine.speculation.block_weights import BlockShape, expected_tensors, load_weights, read_map
 from engine.speculation.draft_options import MAX_TREE_DEPTH, DraftOptions, read_draft_options
+from engine.speculation.drafter_log import DrafterSummary, log_drafter, vocabulary_line
 from engine.speculation.drafter_tensors import DrafterTensors
 from engine.speculation.drafter_weights import MAPS
 from engine.speculation.first_token_watch import FirstTokenWatch
@@ -32,8 +32,6 @@ from engine.speculation.recipe import (
 )
 from engine.speculation.speculator import Capabilities, Speculator
 from protocol.model_files import ModelFilesError
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_TREE_NODES = 16  # as EAGLE's trees have here
 
@@ -80,7 +78,7 @@ class _BlockRecipe(Recipe):
         arch = shape.arch
         self.kv_shape = KVShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, facts.block_size, facts.dtype)
         self.weight_bytes = _weight_bytes(shape, facts.dtype)
-        self._log(facts)
+        log_drafter(self._summary(), facts.max_model_len)
 
     def build(self, target: Target, on_progress: Progress | None = None) -> Speculator:
         weights = load_weights(self._tensors, self._shape, target.model)
@@ -103,24 +101,22 @@ class _BlockRecipe(Recipe):
         watch = FirstTokenWatch(self._name, _suspects(facts))
         return BlockSpeculator(passes, self._plan, self.capabilities, watch)
 
-    def _log(self, facts: TargetFacts) -> None:
+    def _summary(self) -> DrafterSummary:
         shape = self._shape
-        own = [name for name, is_own in (("embedding", shape.has_embedding), ("head", shape.has_head)) if is_own]
-        logger.info(
-            "drafter speculator=%s path=%s %s layers=%d markov=%s confidence=%s vocabulary=%d of %d own=%s context=%d "
-            "tree=%s weight_mib=%d",
-            self._name, self._tensors.directory, shape.facts, shape.arch.num_layers,
-            "none" if shape.markov is None else f"{shape.markov.kind}/{shape.markov.rank}",
-            str(shape.has_confidence).lower(), shape.draft_vocab_size, shape.arch.vocab_size,
-            "+".join(own) or "nothing", shape.arch.context_length, str(self.capabilities.tree).lower(),
-            self.weight_bytes >> 20,
-        )  # fmt: skip
-        if shape.arch.context_length < facts.max_model_len:
-            logger.warning(
-                "the drafter was made for shorter texts: sequences longer than that run without drafts "
-                "speculator=%s context=%d max_model_len=%d",
-                self._name, shape.arch.context_length, facts.max_model_len,
-            )  # fmt: skip
+        markov = "none" if shape.markov is None else f"{shape.markov.kind}/{shape.markov.rank}"
+        vocabulary = vocabulary_line(
+            shape.draft_vocab_size,
+            shape.arch.vocab_size,
+            has_embedding=shape.has_embedding,
+            has_head=shape.has_head,
+        )
+        conventions = (
+            f"{shape.facts} layers={shape.arch.num_layers} markov={markov} "
+            f"confidence={str(shape.has_confidence).lower()} {vocabulary} tree={str(self.capabilities.tree).lower()}"
+        )
+        return DrafterSummary(
+            self._name, self._tensors.directory, conventions, shape.arch.context_length, self.weight_bytes
+        )
 
 
 def _open(settings: SpeculationSettings, name: str) -> tuple[DrafterTensors, Mapping[str, object]]:

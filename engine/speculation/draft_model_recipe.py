@@ -4,7 +4,6 @@ Owns what is read of the draft model before its weights: shape, vocabulary, cont
 registry.
 """
 
-import logging
 from math import prod
 
 import torch
@@ -14,11 +13,10 @@ from engine.model.arch import ArchConfig, read_arch
 from engine.model.weights import expected_shapes, load_model
 from engine.speculation.draft_model import DraftModelSpeculator
 from engine.speculation.draft_options import read_draft_options
+from engine.speculation.drafter_log import DrafterSummary, log_drafter
 from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts, draft_model_files
 from engine.speculation.speculator import Capabilities, Speculator
 from engine.speculation.vocabulary import TokenMap, share_vocabulary
-
-logger = logging.getLogger(__name__)
 
 SOURCE = "draft_model"
 DEFAULT_NUM_DRAFT_TOKENS = 4
@@ -48,7 +46,12 @@ class DraftModelRecipe(Recipe):
         )
         self.kv_shape = KVShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, facts.block_size, facts.dtype)
         self.weight_bytes = 0 if self._is_target else _weight_bytes(arch, facts.dtype)
-        self._log(arch, facts)
+        conventions = (
+            f"layers={arch.num_layers} width={arch.hidden_size} kv_bytes_per_token={self.kv_bytes_per_token} "
+            f"vocabulary={self._vocabulary}"
+        )
+        summary = DrafterSummary(SOURCE, self._files.path, conventions, arch.context_length, self.weight_bytes)
+        log_drafter(summary, facts.max_model_len)
 
     def build(self, target: Target, on_progress: Progress | None = None) -> Speculator:
         device = target.model.device
@@ -57,18 +60,6 @@ class DraftModelRecipe(Recipe):
         assert self.kv_shape is not None
         pool = KVPool(self.kv_shape, target.num_blocks, device)
         return DraftModelSpeculator(model, pool, TokenMap(self._vocabulary, device), self.capabilities)
-
-    def _log(self, arch: ArchConfig, facts: TargetFacts) -> None:
-        logger.info(
-            "draft_model path=%s layers=%d width=%d weight_mib=%d kv_bytes_per_token=%d vocabulary=%s",
-            self._files.path, arch.num_layers, arch.hidden_size, self.weight_bytes >> 20, self.kv_bytes_per_token,
-            self._vocabulary,
-        )  # fmt: skip
-        if arch.context_length < facts.max_model_len:
-            logger.warning(
-                "the draft model was made for shorter texts: what is longer runs without drafts context=%d max_model_len=%d",
-                arch.context_length, facts.max_model_len,
-            )  # fmt: skip
 
 
 def _weight_bytes(arch: ArchConfig, dtype: torch.dtype) -> int:

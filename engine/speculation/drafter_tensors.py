@@ -18,6 +18,8 @@ from protocol.model_files import ModelFilesError
 
 _PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")  # by any publisher; the first that is there
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_PREFIX = "model."
+_MIDDLE, _LAYER = "midlayer.", "layers.0."  # SafeAILab's name of the one layer, and everybody else's
 _BUFFERS = ("rotary_emb.inv_freq",)  # what some versions save with the weights and everybody recomputes
 
 
@@ -61,12 +63,23 @@ class DrafterTensors:
         """Names that begin with `prefix`, in order."""
         return sorted(name for name in self._found if name.startswith(prefix))
 
+    def spelling(self, name: str) -> str:
+        """`name` as the files write it; as they would, where it is missing: as the names with the same beginning are."""
+        found = self._found.get(name)
+        if found is not None:
+            return found.file_name
+        beginning = name.partition(".")[0] + "."
+        written = next((one.file_name for here, one in self._found.items() if here.startswith(beginning)), name)
+        if written.removeprefix(_PREFIX).startswith(_MIDDLE) and name.startswith(_LAYER):
+            name = _MIDDLE + name.removeprefix(_LAYER)
+        return _PREFIX + name if written.startswith(_PREFIX) else name
+
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: frozenset[str], kind: str) -> None:
         """Refuse missing, misshapen and unknown tensors. `kind` names what they should be part of."""
         for name, shape in expected.items():
             found = self._found.get(name)
             if found is None:
-                raise self.refusal(f"the tensor {name} is missing")
+                raise self.refusal(f"the tensor {self.spelling(name)} is missing")
             if found.shape != shape:
                 raise self.refusal(
                     f"the tensor {found.file_name} has shape {found.shape}; target and config.json say {shape}"
@@ -92,13 +105,15 @@ class DrafterTensors:
         """Fill `target` (same shape, any float dtype and device)."""
         tensor = self.read(name)
         if tensor.dtype not in _FLOATS:
-            raise self.refusal(f"the tensor {name} is stored as {tensor.dtype}; floating-point weights can be read")
+            raise self.refusal(
+                f"the tensor {self.spelling(name)} is stored as {tensor.dtype}; floating-point weights can be read"
+            )
         target.copy_(tensor)
 
 
 def _here(file_name: str) -> str:
-    name = file_name.removeprefix("model.")
-    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+    name = file_name.removeprefix(_PREFIX)
+    return _LAYER + name.removeprefix(_MIDDLE) if name.startswith(_MIDDLE) else name
 
 
 def _pickled_file(directory: Path) -> Path | None:

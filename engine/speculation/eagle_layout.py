@@ -17,6 +17,7 @@ from engine.speculation.recipe import EagleOverrides
 FEATURE_NORMS = ("none", "joint", "each")
 VOCABULARY_MAPS = ("offsets", "ids")
 HIDDEN_NORM = "layers.0.hidden_norm.weight"  # every EAGLE-3 has it, no EAGLE-1 does
+_INPUT_NORM = "layers.0.input_layernorm.weight"  # nor does an EAGLE-1 have this one
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,10 @@ def recognise(config: Mapping[str, object], tensors: DrafterTensors) -> EagleLay
         raise tensors.refusal("it is a block drafter (DFlash, DSpark), not an EAGLE drafter")
     for layout in LAYOUTS:
         if (layout.config_key is None or layout.config_key in config) and layout.tensor in tensors:
+            if layout.generation == 1 and _INPUT_NORM in tensors:
+                raise tensors.refusal(
+                    f"the tensor {tensors.spelling(HIDDEN_NORM)} is missing: with a norm of its input it is an EAGLE-3 drafter"
+                )
             return layout
     raise tensors.refusal(f"it is no EAGLE drafter: the tensors {LAYOUTS[-1].tensor} and {HIDDEN_NORM} are missing")
 

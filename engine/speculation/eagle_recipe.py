@@ -4,7 +4,6 @@ Owns what of a checkpoint is read before any weight: its layout, its shapes, wha
 takes. Called by the registry.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -14,6 +13,7 @@ import torch
 from engine.kv.pool import KVPool, KVShape
 from engine.model.arch import ArchConfig, arch_of_config
 from engine.speculation.draft_options import read_draft_options
+from engine.speculation.drafter_log import DrafterSummary, log_drafter, vocabulary_line
 from engine.speculation.drafter_tensors import DrafterTensors
 from engine.speculation.eagle_drafter import EaglePlan, EagleSpeculator
 from engine.speculation.eagle_head import EagleHead, HeadConventions
@@ -32,8 +32,6 @@ from engine.speculation.first_token_watch import FirstTokenWatch
 from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts, draft_model_files
 from engine.speculation.speculator import Capabilities, Speculator
 from protocol.model_files import ModelFilesError
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_CHAIN_TOKENS = 4
 DEFAULT_TREE_NODES = 16
@@ -86,7 +84,7 @@ class _EagleRecipe(Recipe):
         self.weight_bytes = sum(prod(size) * _item_bytes(size, facts.dtype) for size in expected.values())
         if shape.has_map and not shape.has_head:  # the target's rows, copied
             self.weight_bytes += shape.draft_vocab_size * shape.arch.hidden_size * facts.dtype.itemsize
-        self._log(facts)
+        log_drafter(self._summary(), facts.max_model_len)
 
     def build(self, target: Target, on_progress: Progress | None = None) -> Speculator:
         weights = load_weights(self._tensors, self._shape, target.model)
@@ -102,20 +100,18 @@ class _EagleRecipe(Recipe):
         watch = FirstTokenWatch(self._name, _suspects(self._shape.facts))
         return EagleSpeculator(EaglePasses(head, pool), self._plan, self.capabilities, watch)
 
-    def _log(self, facts: TargetFacts) -> None:
+    def _summary(self) -> DrafterSummary:
         shape = self._shape
-        own = [name for name, is_own in (("embedding", shape.has_embedding), ("head", shape.has_head)) if is_own]
-        logger.info(
-            "drafter speculator=%s path=%s %s vocabulary=%d of %d own=%s context=%d weight_mib=%d",
-            self._name, self._tensors.directory, shape.facts, shape.draft_vocab_size, shape.arch.vocab_size,
-            "+".join(own) or "nothing", shape.arch.context_length, self.weight_bytes >> 20,
-        )  # fmt: skip
-        if shape.arch.context_length < facts.max_model_len:
-            logger.warning(
-                "the drafter was made for shorter texts: sequences longer than that run without drafts "
-                "speculator=%s context=%d max_model_len=%d",
-                self._name, shape.arch.context_length, facts.max_model_len,
-            )  # fmt: skip
+        vocabulary = vocabulary_line(
+            shape.draft_vocab_size,
+            shape.arch.vocab_size,
+            has_embedding=shape.has_embedding,
+            has_head=shape.has_head,
+        )
+        conventions = f"{shape.facts} {vocabulary}"
+        return DrafterSummary(
+            self._name, self._tensors.directory, conventions, shape.arch.context_length, self.weight_bytes
+        )
 
 
 def _open(

@@ -4,12 +4,12 @@ Owns what is checked of the files before any weight is read, and the one log lin
 registry.
 """
 
-import logging
 from math import prod
 
 import torch
 
 from engine.speculation.draft_options import read_draft_options
+from engine.speculation.drafter_log import DrafterSummary, log_drafter
 from engine.speculation.drafter_tensors import DrafterTensors
 from engine.speculation.first_token_watch import FirstTokenWatch
 from engine.speculation.frozen_kv_head import FrozenKvHead
@@ -19,8 +19,6 @@ from engine.speculation.frozen_kv_weights import load_assistant
 from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts, draft_model_files
 from engine.speculation.speculator import Capabilities, Speculator
 from protocol.model_files import ModelFilesError
-
-logger = logging.getLogger(__name__)
 
 NAME = "frozen_kv_mtp"
 DEFAULT_NUM_DRAFT_TOKENS = 3
@@ -49,7 +47,9 @@ class FrozenKvRecipe(Recipe):
             taps=(facts.arch.num_layers,),
         )
         self.weight_bytes = sum(prod(shape) * _dtype_of(name, facts.dtype).itemsize for name, shape in expected.items())
-        self._log(facts)
+        arch, directory = self._facts.arch, self._tensors.directory
+        summary = DrafterSummary(NAME, directory, str(self._facts), arch.context_length, self.weight_bytes)
+        log_drafter(summary, facts.max_model_len)
 
     def build(self, target: Target, on_progress: Progress | None = None) -> Speculator:
         if target.pool is None:
@@ -59,19 +59,6 @@ class FrozenKvRecipe(Recipe):
         head = FrozenKvHead(weights, arch.num_heads, arch.norm_eps, target.model)
         watch = FirstTokenWatch(NAME, "the target it was trained for: it reads that model's keys and states")
         return FrozenKvSpeculator(head, target.pool, self.capabilities, self._context_length, watch)
-
-    def _log(self, facts: TargetFacts) -> None:
-        context = self._facts.arch.context_length
-        logger.info(
-            "drafter speculator=%s path=%s %s context=%d weight_mib=%d",
-            NAME, self._tensors.directory, self._facts, context, self.weight_bytes >> 20,
-        )  # fmt: skip
-        if context < facts.max_model_len:
-            logger.warning(
-                "the drafter was made for shorter texts: sequences longer than that run without drafts "
-                "speculator=%s context=%d max_model_len=%d",
-                NAME, context, facts.max_model_len,
-            )  # fmt: skip
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

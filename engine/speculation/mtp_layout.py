@@ -120,16 +120,18 @@ class MtpFacts:
         )
 
 
-def recognise(config: Mapping[str, object], tensors: DrafterTensors, zero_centred: bool | None) -> MtpFacts:
+def recognise(
+    config: Mapping[str, object], tensors: DrafterTensors, zero_centred: bool | None, elsewhere: str = ""
+) -> MtpFacts:
     """What `tensors` holds. `zero_centred`: what the user knows better than config.json.
 
-    Raises `ModelFilesError` for files without modules, and for modules that cannot be computed, naming the tensor.
+    Raises `ModelFilesError` for files without modules, ending in `elsewhere` (where else they may be), and for modules that cannot be computed, naming the tensor.
     """
     config = _text_part(config)
     first_layer = config.get("num_hidden_layers", 0)
     if type(first_layer) is not int or first_layer < 0:
         raise tensors.refusal(f"num_hidden_layers of config.json must be a whole number, got {first_layer!r:.40}")
-    layout = _layout(tensors, first_layer)
+    layout = _layout(tensors, first_layer, elsewhere)
     count = _count(layout, config, tensors, first_layer)
     _refuse_unsupported(layout, tensors, first_layer, count)
     layer_config = config if layout.layer_config is None else config.get(layout.layer_config)
@@ -156,12 +158,12 @@ def _text_part(config: Mapping[str, object]) -> Mapping[str, object]:
     return nested if isinstance(nested, Mapping) else config
 
 
-def _layout(tensors: DrafterTensors, first_layer: int) -> MtpLayout:
+def _layout(tensors: DrafterTensors, first_layer: int, elsewhere: str) -> MtpLayout:
     marks = [layout.fc.format(module=0, layer=first_layer) + ".weight" for layout in LAYOUTS]
     for layout, mark in zip(LAYOUTS, marks):
         if mark in tensors:
             return layout
-    raise tensors.refusal(f"it has no MTP modules: the tensors {' and '.join(marks)} are missing")
+    raise tensors.refusal(f"it has no MTP modules: the tensors {' and '.join(marks)} are missing{elsewhere}")
 
 
 def _count(layout: MtpLayout, config: Mapping[str, object], tensors: DrafterTensors, first_layer: int) -> int:

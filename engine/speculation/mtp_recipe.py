@@ -4,13 +4,13 @@ Owns where the modules are looked for (the target's own files, unless --draft-mo
 them before any weight is read. Called by the registry.
 """
 
-import logging
 from math import prod
 
 import torch
 
 from engine.kv.pool import KVPool, KVShape
 from engine.speculation.draft_options import read_draft_options
+from engine.speculation.drafter_log import DrafterSummary, log_drafter
 from engine.speculation.drafter_tensors import DrafterTensors
 from engine.speculation.eagle_drafter import EaglePlan, EagleSpeculator
 from engine.speculation.eagle_passes import EaglePasses
@@ -23,8 +23,6 @@ from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Tar
 from engine.speculation.speculator import Capabilities, Speculator
 from protocol.model_files import ModelFiles, ModelFilesError
 
-logger = logging.getLogger(__name__)
-
 NAME = "mtp"
 DEFAULT_NUM_DRAFT_TOKENS = 3  # of one module that is fed with its own output
 
@@ -36,7 +34,8 @@ class MtpRecipe(Recipe):
         options = read_draft_options(settings, NAME, has_trees=False)
         files = _files(settings, facts)
         self._tensors = DrafterTensors(files.path)
-        self._facts = recognise(files.config, self._tensors, settings.mtp_zero_centred)
+        elsewhere = "" if settings.draft_model is not None else "; --draft-model DIR can name files that have them"
+        self._facts = recognise(files.config, self._tensors, settings.mtp_zero_centred, elsewhere)
         _check_fit(self._tensors, self._facts, facts)
         expected = check_tensors(self._tensors, self._facts)
         arch, num_modules = self._facts.arch, self._facts.num_modules
@@ -52,7 +51,9 @@ class MtpRecipe(Recipe):
         self.weight_bytes = sum(
             prod(size) * (torch.float32 if len(size) == 1 else facts.dtype).itemsize for size in expected.values()
         )
-        self._log(facts)
+        directory = self._tensors.directory
+        summary = DrafterSummary(NAME, directory, str(self._facts), arch.context_length, self.weight_bytes)
+        log_drafter(summary, facts.max_model_len)
 
     def build(self, target: Target, on_progress: Progress | None = None) -> Speculator:
         model = target.model
@@ -68,19 +69,6 @@ class MtpRecipe(Recipe):
             return MtpModulesSpeculator(modules, pool, self.capabilities, self._context_length, watch)
         plan = EaglePlan(None, self.capabilities.gives_probs, self._context_length, tap_order=(0,))
         return EagleSpeculator(EaglePasses(modules[0], pool), plan, self.capabilities, watch)
-
-    def _log(self, facts: TargetFacts) -> None:
-        arch = self._facts.arch
-        logger.info(
-            "drafter speculator=%s path=%s %s context=%d weight_mib=%d",
-            NAME, self._tensors.directory, self._facts, arch.context_length, self.weight_bytes >> 20,
-        )  # fmt: skip
-        if arch.context_length < facts.max_model_len:
-            logger.warning(
-                "the drafter was made for shorter texts: sequences longer than that run without drafts "
-                "speculator=%s context=%d max_model_len=%d",
-                NAME, arch.context_length, facts.max_model_len,
-            )  # fmt: skip
 
 
 def _files(settings: SpeculationSettings, facts: TargetFacts) -> ModelFiles:

@@ -180,7 +180,8 @@ def test_rows_beyond_the_draft_models_context_decode_plainly(
     )
     with caplog.at_level(logging.INFO):
         engine = InProcessEngine(target, Shape(), drafter(short))
-    assert "made for shorter texts: what is longer runs without drafts context=24 max_model_len=512" in caplog.text
+    assert "made for shorter texts: sequences longer than that run without drafts" in caplog.text
+    assert "speculator=draft_model context=24 max_model_len=512" in caplog.text
     play(engine, Scenario(Shape(), (submits,)))
     for one in submits:
         assert engine.answers()[one.request_id, 0].token_ids == plain.answer(one).token_ids

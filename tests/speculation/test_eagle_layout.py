@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.speculation.recipe import EagleOverrides, Recipe, SpeculationSettings
+from engine.speculation.recipe import EagleOverrides, Recipe, SpeculationSettings, Target
 from protocol.model_files import ModelFilesError
-from tests.speculation.eagle_harness import recipe_of
+from tests.speculation.eagle_harness import BLOCK_SIZE, NUM_BLOCKS, recipe_of
 from tests.tiny import write_tiny_model
-from tests.tiny_drafters import Published, write_eagle
+from tests.tiny_drafters import Published, target_model, write_eagle
 
 EAGLE = Published("eagle", taps=(2,), has_head=False)
 EAGLE3 = Published("safeailab", taps=(1, 2), draft_vocab_size=100)
@@ -168,6 +168,10 @@ def _cut_map(weights: dict[str, torch.Tensor]) -> None:
     weights["d2t"] = weights["d2t"].flip(0).contiguous()
 
 
+def _as_whole_numbers(weights: dict[str, torch.Tensor]) -> None:
+    weights["midlayer.mlp.up_proj.weight"] = torch.zeros_like(weights["midlayer.mlp.up_proj.weight"], dtype=torch.int8)
+
+
 def _other_marks(weights: dict[str, torch.Tensor]) -> None:
     weights["t2d"] = ~weights["t2d"]
 
@@ -177,6 +181,12 @@ def _other_marks(weights: dict[str, torch.Tensor]) -> None:
     [
         (lambda w: w.pop("fc.weight"), "fc.weight is missing"),
         (lambda w: w.pop("norm.weight"), "norm.weight is missing"),
+        (lambda w: w.pop("midlayer.mlp.up_proj.weight"), "the tensor midlayer.mlp.up_proj.weight is missing"),
+        (
+            lambda w: w.pop("midlayer.hidden_norm.weight"),
+            "the tensor midlayer.hidden_norm.weight is missing: .* EAGLE-3",
+        ),
+        (_as_whole_numbers, "the tensor midlayer.mlp.up_proj.weight is stored as torch.int8"),
         (lambda w: (w.pop("d2t"), w.pop("t2d")), "d2t is missing: it drafts 100 of 320"),
         (lambda w: w.update({"midlayer.extra": torch.ones(2)}), "midlayer.extra is not part of an eagle3 drafter"),
         (lambda w: w.update({"norm.weight": torch.ones(3)}), r"norm.weight has shape \(3,\)"),
@@ -193,7 +203,23 @@ def test_tensors_that_cannot_be_used_are_named(
     write_eagle(tmp_path / "d", target, EAGLE3)
     edit_tensors(tmp_path / "d", change)
     with pytest.raises(ModelFilesError, match=message):
-        prepared(target, tmp_path / "d", EAGLE3)
+        prepared(target, tmp_path / "d", EAGLE3).build(Target(target_model(target), NUM_BLOCKS, BLOCK_SIZE))
+
+
+def test_a_missing_tensor_is_named_as_its_publisher_would(target: Path, tmp_path: Path) -> None:
+    published = Published("speculators", taps=(1, 2))
+    write_eagle(tmp_path / "d", target, published)
+    edit_tensors(tmp_path / "d", lambda weights: weights.pop("layers.0.mlp.up_proj.weight"))
+    with pytest.raises(ModelFilesError, match=r"the tensor layers\.0\.mlp\.up_proj\.weight is missing"):
+        prepared(target, tmp_path / "d", published)
+
+    def with_prefix(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if name.startswith("layers.")]:
+            weights[f"model.{name}"] = weights.pop(name)
+
+    edit_tensors(tmp_path / "d", with_prefix)
+    with pytest.raises(ModelFilesError, match=r"the tensor model\.layers\.0\.mlp\.up_proj\.weight is missing"):
+        prepared(target, tmp_path / "d", published)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_a_shorter_context_is_said_at_the_start(
 
 REFUSED: dict[str, tuple[PublishedAssistant, Change, str]] = {
     "missing": (PLAIN, drop("pre_projection.weight"), "the tensor pre_projection.weight is missing"),
-    "missing-layer": (PLAIN, drop("model.layers.1.layer_scalar"), "the tensor layers.1.layer_scalar is missing"),
+    "missing-layer": (PLAIN, drop("model.layers.1.layer_scalar"), "the tensor model.layers.1.layer_scalar is missing"),
     "missing-output": (PLAIN, drop("model.embed_tokens.weight"), "the tensor embed_tokens.weight is missing"),
     "misshapen": (PLAIN, put("post_projection.weight", torch.zeros(48, 64)), r"post_projection.weight has shape \(48"),
     "unknown": (PLAIN, put("model.layers.2.layer_scalar", torch.ones(1)), "layer_scalar is not part of a frozen-KV"),

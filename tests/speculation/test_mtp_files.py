@@ -101,8 +101,13 @@ def test_a_gguf_target_needs_a_draft_model(facts: TargetFacts, tmp_path: Path, t
 
 def test_a_target_without_modules_is_refused(facts: TargetFacts) -> None:
     wanted = "it has no MTP modules: the tensors mtp.fc.weight and layers.2.eh_proj.weight and mtp_layers.0.input_proj"
-    with pytest.raises(ModelFilesError, match=wanted):
+    elsewhere = "--draft-model DIR can name files that have them"
+    with pytest.raises(ModelFilesError, match=f"{wanted}.* are missing; {elsewhere}"):
         prepared(facts, None)
+    assert facts.files is not None
+    with pytest.raises(ModelFilesError, match=wanted) as refused:
+        prepared(facts, facts.files.path)
+    assert elsewhere not in str(refused.value)  # they were named, and are not there either
 
 
 # ---- what is refused ----
