@@ -18,6 +18,7 @@ from tests.lossless import (
     assert_equal,
     check,
     check_drafting,
+    limited,
     oracle_drafter,
     registered_drafters,
     unused_parameters,
@@ -77,6 +78,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_drafter_answers_as_without_speculation(models: Models, name: str, label: str) -> None:
     models.check("llama", name, label)
+
+
+@pytest.mark.parametrize("label", [*DRAFTERS, "right", "wrong"])
+def test_every_drafter_answers_as_without_speculation_up_to_the_end_of_the_context(models: Models, label: str) -> None:
+    plain = models.plain("llama")
+    scenario = limited(plain)
+    drafter = DRAFTERS.get(label) or oracle_drafter(scenario, plain, is_right=label == "right")
+    counters = check(models.directory("llama"), scenario, drafter, plain, assert_equal)
+    check_drafting(counters, drafter, scenario, must_accept=False)
 
 
 @pytest.mark.parametrize("label", [*DRAFTERS, "right", "wrong"])
