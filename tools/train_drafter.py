@@ -42,6 +42,7 @@ OPTIONS_OF_SOME: dict[str, tuple[tuple[str, ...], int, str]] = {
 }
 REPORT_EVERY, CHECK_EVERY = 20, 100  # steps
 HELD_OUT = 20
+FIRST_STEP_ALONE = 0.5
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Trainable:
     module: torch.nn.Module
     predict: Callable[[Batch], Iterable[Prediction]]
     write: Callable[[Path], None]
+    first_step_alone: float = 0.0  # see Trainer
 
 
 def main() -> None:
@@ -68,7 +70,9 @@ def main() -> None:
     answers = answers_of(target, files, taps, options)
     vocabulary = likely_tokens(answers, options.vocabulary, target.arch.vocab_size)
     trainable = make(options, target, taps[:-1], vocabulary)
-    trainer = Trainer(trainable.module, trainable.predict, Teacher(target, vocabulary), options.steps)
+    trainer = Trainer(
+        trainable.module, trainable.predict, Teacher(target, vocabulary), options.steps, trainable.first_step_alone
+    )
     train(trainer, answers, options)
     trainable.write(options.out)
     print(f"written: {options.out}. Try it: drafthouse serve --model {options.model} --speculator {options.drafter} "
@@ -170,6 +174,7 @@ def make(
             module,
             lambda batch: pair_predictions(module, batch, output, options.ahead),
             lambda out: write_mtp(out, module),
+            FIRST_STEP_ALONE,
         )
     if options.drafter in BLOCKS:
         return make_block(options, target, taps, vocabulary, output)
@@ -178,6 +183,7 @@ def make(
         head,
         lambda batch: pair_predictions(head, without_last(batch), output, options.ahead),
         lambda out: write_eagle3(out, head, taps, vocabulary),
+        FIRST_STEP_ALONE,
     )
 
 
@@ -247,7 +253,10 @@ def train(trainer: Trainer, answers: list[Answer], options: argparse.Namespace) 
         task = progress.add_task(f"{options.drafter} learns", total=options.steps, note="")
         recent: list[tuple[float, ...]] = []
         for report in trainer.run(seen, options.batch_tokens, options.seed, options.minutes):
-            recent = [*recent[1 - REPORT_EVERY :], report.agreement]
+            recent = [
+                *(old for old in recent[1 - REPORT_EVERY :] if len(old) == len(report.agreement)),
+                report.agreement,
+            ]
             mean = tuple(sum(column) / len(recent) for column in zip(*recent, strict=True))
             progress.update(task, completed=report.step, note=f"agrees with the target {percent(mean)}")
             if report.step % CHECK_EVERY == 0:

@@ -30,8 +30,9 @@ from engine.speculation.eagle_weights import (
 )
 from engine.speculation.first_token_watch import FirstTokenWatch
 from engine.speculation.recipe import Progress, Recipe, SpeculationSettings, Target, TargetFacts, draft_model_files
+from engine.speculation.shipped import comes_with, shipped_drafter
 from engine.speculation.speculator import Capabilities, Speculator
-from protocol.model_files import ModelFilesError
+from protocol.model_files import ModelFiles, ModelFilesError
 
 DEFAULT_CHAIN_TOKENS = 4
 DEFAULT_TREE_NODES = 16
@@ -56,7 +57,7 @@ class _EagleRecipe(Recipe):
         self._name = name
         options = read_draft_options(settings, name, has_trees=True)
         tree = None if options.tree is None else TreeShape(options.tree.top_k, options.tree.depth or DEFAULT_TREE_DEPTH)
-        self._tensors, config, layer_config = _open(settings, name)
+        self._tensors, config, layer_config = _open(settings, name, facts.files)
         shape = _shape(self._tensors, config, layer_config, settings, facts)
         if shape.facts.layout.generation != generation:
             other = "eagle" if generation == 3 else "eagle3"
@@ -115,14 +116,16 @@ class _EagleRecipe(Recipe):
 
 
 def _open(
-    settings: SpeculationSettings, name: str
+    settings: SpeculationSettings, name: str, target: ModelFiles | None
 ) -> tuple[DrafterTensors, Mapping[str, object], Mapping[str, object]]:
     """Tensors, config.json, and the part of it that describes the decoder layer."""
-    if settings.draft_model is None:
+    asked = settings.draft_model
+    files = shipped_drafter(name, target) if asked is None else draft_model_files(asked)
+    if files is None:
         raise ValueError(
             f"--speculator {name} needs --draft-model: the directory of the drafter's config.json and weights"
+            f"{comes_with(name)}"
         )
-    files = draft_model_files(settings.draft_model)
     if files.kind != "hf":
         raise ModelFilesError(f"{files.path}: an {name} drafter is a Hugging Face directory, not a GGUF file")
     tensors = DrafterTensors(files.path)

@@ -61,6 +61,7 @@ ENGINE_LAYERS = {
     "engine.speculation.choice": 5.1,
     "engine.speculation.draft_options": 5.2,
     "engine.speculation.drafter_log": 5.1,
+    "engine.speculation.shipped": 5.1,
     "engine.speculation.drafter_tensors": 5.2,
     "engine.speculation.drafter_weights": 5.3,
     "engine.speculation.first_token_watch": 5.2,

@@ -277,5 +277,7 @@ def test_no_draft_model_is_an_error_that_says_what_to_give() -> None:
     from engine.speculation.registry import prepare
     from tests.speculation.on_host import toy_facts
 
-    with pytest.raises(ValueError, match="--speculator eagle3 needs --draft-model"):
+    with pytest.raises(ValueError, match=r"eagle3 needs --draft-model.*only --model embedded comes with one"):
         prepare("eagle3", SpeculationSettings(), toy_facts(100))
+    with pytest.raises(ValueError, match=r"--speculator eagle needs --draft-model: .* weights$"):
+        prepare("eagle", SpeculationSettings(), toy_facts(100))

@@ -96,8 +96,15 @@ def _batch(answers: Sequence[Answer]) -> Batch:
 
 
 class Trainer:
-    def __init__(self, model: nn.Module, predict: Predict, teacher: Teacher, num_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, predict: Predict, teacher: Teacher, num_steps: int, first_step_alone: float = 0.0
+    ) -> None:
+        """`first_step_alone`: the share of the training in which only the first step of a chain is trained.
+
+        That step is worth the most, the others read its output, and alone it costs a third of three.
+        """
         self._model, self._predict, self._teacher, self._num_steps = model, predict, teacher, num_steps
+        self._first_step_alone = first_step_alone
         self._parameters = list(model.parameters())
         # Muon would need fewer steps, but torch computes its in bfloat16: 35 s a step on a CPU without such arithmetic.
         self._optimizer = torch.optim.AdamW(self._parameters, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
@@ -147,6 +154,8 @@ class Trainer:
             if judged is not None:
                 losses.append(prediction.weight * judged[0])
             agreement.append(0.0 if judged is None else judged[1])
+            if share < self._first_step_alone:
+                break
         if not losses:
             return None
         total = torch.stack(losses).sum()
