@@ -51,7 +51,7 @@ class Progress:
     """Of one step."""
 
     step: int
-    loss: float
+    loss: float  # of the first step of the chain, which is always trained
     agreement: tuple[float, ...]  # by step of the chain: how often the first choice is the target's, of what both know
 
 
@@ -163,7 +163,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return float(total.detach()), tuple(agreement)
+        return float(losses[0].detach()), tuple(agreement)
 
 
 def _judge(batch: Batch, prediction: Prediction, wanted: torch.Tensor) -> tuple[torch.Tensor, float] | None:
