@@ -22,6 +22,8 @@ from engine.model.decoder import DecoderModel
 from engine.model.rope import attention_factor, inverse_frequencies, rotate
 
 DROPPED = 0.1
+STATE_LENGTH = 25.0  # root mean square of hidden states near the end, as found in the embedded model
+EMBEDDED_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -152,11 +154,14 @@ class MtpModel(PairModel):
     def __init__(self, target: DecoderModel) -> None:
         hidden = target.arch.hidden_size
         super().__init__(target, reads=hidden)
+        final_norm = target.weights.final_norm
+        # Begin where the target's last layer is at home: its own state, as long as such states are, behind both norms.
         fc = torch.zeros(hidden, 2 * hidden)
-        nn.init.normal_(fc[:, :hidden], std=0.02)
-        fc[:, hidden:] = torch.eye(hidden)
+        nn.init.normal_(fc[:, :hidden], std=EMBEDDED_SHARE * STATE_LENGTH / hidden**0.5)
+        fc[:, hidden:] = STATE_LENGTH * torch.eye(hidden)
         self.fc = nn.Parameter(fc)
-        self.embedding_norm, self.hidden_norm = nn.Parameter(torch.ones(hidden)), nn.Parameter(torch.ones(hidden))
+        self.embedding_norm = nn.Parameter(torch.ones(hidden))
+        self.hidden_norm = nn.Parameter(final_norm.abs().mean() / _away_from_zero(final_norm))
         self.input_norm = nn.Parameter(target.weights.layers[-1].input_norm.clone())
         self._final_norm = target.weights.final_norm.clone()
 
@@ -170,3 +175,7 @@ class MtpModel(PairModel):
 
     def fed_back(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return normed
+
+
+def _away_from_zero(norm: torch.Tensor) -> torch.Tensor:
+    return torch.where(norm < 0, -1.0, 1.0) * norm.abs().clamp_min(0.3)
